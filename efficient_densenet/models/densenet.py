@@ -1,0 +1,331 @@
+"""DenseNet and its published shapes."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .layers import BlockPlan, DenseBlock, Transition, batch_norm, conv, mode_name, pool
+
+
+def _positive_int(name: str, value: object, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return value
+
+
+class DenseNet(nn.Module):
+    """A densely connected network (DenseNet, DenseNet-BC) whose dense blocks choose how they keep their features.
+
+    Layer ``l`` of a block computes ``x_l = H_l([x_0, …, x_{l-1}])`` with
+    ``H_l = conv3x3 ∘ ReLU ∘ BN ∘ conv1x1 ∘ ReLU ∘ BN``; blocks are joined by transitions
+    ``AvgPool2 ∘ conv1x1 ∘ ReLU ∘ BN``. The state-dict keys and their order are torchvision's, in every mode.
+
+    Convolutions start from a normal distribution of variance ``2 / fan_out``, norms from one and zero, the classifier's
+    bias from zero.
+
+    Args:
+        growth_rate: k, the channels every layer adds.
+        block_config: layers of each dense block.
+        compression: channels a transition keeps, as a fraction in (0, 1].
+        num_init_features: channels of the stem.
+        bn_size: the bottleneck has ``bn_size * growth_rate`` channels; ``None`` for layers without bottleneck,
+            BN-ReLU-conv3x3.
+        drop_rate: dropout after every dense layer, in [0, 1).
+        num_classes: outputs of the classifier; 0 for none: the model then returns the pooled features.
+        small_inputs: a 3x3 stem at full resolution (CIFAR); else a strided 7x7 stem with BN, ReLU and max-pool (ImageNet).
+        in_channels: channels of the input.
+        spatial_dims: 1, 2 or 3.
+        efficient: how the dense blocks run: ``False``/``"naive"``, ``"checkpoint"``, or ``True``/``"auto"`` for the best
+            one available. All of them compute the same numbers; see :meth:`set_efficient`.
+
+    Shape:
+        - input: ``(N, in_channels, *spatial)`` with ``spatial_dims`` sizes of at least ``model.min_size``
+        - output: ``(N, num_classes)``, or ``(N, num_features)`` without a classifier
+
+    Raises:
+        ValueError: an argument, or a later input, that cannot work; names it and what would.
+
+    Example:
+        >>> model = DenseNet(growth_rate=12, block_config=(16, 16, 16), efficient=True)
+        >>> model(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+
+    Source: Huang et al., Densely Connected Convolutional Networks, CVPR 2017 (arXiv:1608.06993), sections 3 and 4;
+    initialisation: He et al., Delving Deep into Rectifiers, ICCV 2015 (arXiv:1502.01852), equation 14.
+    """
+
+    __jit_unused_properties__ = ["efficient"]
+
+    def __init__(
+        self,
+        growth_rate: int = 12,
+        block_config: tuple[int, ...] = (16, 16, 16),
+        compression: float = 0.5,
+        num_init_features: int = 24,
+        bn_size: int | None = 4,
+        drop_rate: float = 0.0,
+        num_classes: int = 10,
+        small_inputs: bool = True,
+        in_channels: int = 3,
+        spatial_dims: int = 2,
+        efficient: bool | str = True,
+    ):
+        super().__init__()
+        _positive_int("growth_rate", growth_rate)
+        _positive_int("num_init_features", num_init_features)
+        _positive_int("in_channels", in_channels)
+        _positive_int("num_classes", num_classes, least=0)
+        if bn_size is not None:
+            _positive_int("bn_size", bn_size)
+        try:
+            block_config = tuple(block_config)
+        except TypeError:
+            block_config = (block_config,) if not isinstance(block_config, int) else ()
+        if not block_config:
+            raise ValueError("block_config must name the layers of at least one block, such as (16, 16, 16)")
+        for num_layers in block_config:
+            _positive_int("every entry of block_config", num_layers)
+        if not 0.0 < compression <= 1.0:
+            raise ValueError(f"compression must lie in (0, 1], got {compression!r}")
+        if not 0.0 <= drop_rate < 1.0:
+            raise ValueError(f"drop_rate must lie in [0, 1), got {drop_rate!r}")
+        if spatial_dims not in (1, 2, 3):
+            raise ValueError(f"spatial_dims must be 1, 2 or 3, got {spatial_dims!r}")
+
+        self.spatial_dims = spatial_dims
+        self.in_channels = in_channels
+        stem = {"kernel_size": 3, "padding": 1} if small_inputs else {"kernel_size": 7, "stride": 2, "padding": 3}
+        self.features = nn.Sequential()
+        self.features.add_module("conv0", conv(spatial_dims, in_channels, num_init_features, **stem))
+        if not small_inputs:
+            self.features.add_module("norm0", batch_norm(spatial_dims, num_init_features))
+            self.features.add_module("relu0", nn.ReLU(inplace=True))
+            self.features.add_module("pool0", pool(spatial_dims, "Max", kernel_size=3, stride=2, padding=1))
+
+        channels = num_init_features
+        for i, num_layers in enumerate(block_config, start=1):
+            block = DenseBlock(num_layers, channels, growth_rate, bn_size, drop_rate, spatial_dims)
+            self.features.add_module(f"denseblock{i}", block)
+            channels = block.num_output_features
+            if i < len(block_config):
+                kept = math.floor(channels * compression)
+                if kept < 1:
+                    raise ValueError(
+                        f"compression={compression!r} leaves no channel of the {channels} after block {i}; "
+                        f"at least {1 / channels:.3g} is needed"
+                    )
+                self.features.add_module(f"transition{i}", Transition(channels, kept, spatial_dims))
+                channels = kept
+        self.features.add_module("norm5", batch_norm(spatial_dims, channels))
+
+        self.num_features = channels
+        self.min_size = _min_size(small_inputs, len(block_config) - 1)
+        self.num_classes = num_classes
+        self.classifier = nn.Linear(channels, num_classes) if num_classes else nn.Identity()
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        self.set_efficient(efficient)
+
+    # How the dense blocks run
+
+    @property
+    def efficient(self) -> str:
+        """The mode asked for: one of :data:`efficient_densenet.models.MODES`."""
+        return self._efficient
+
+    def set_efficient(self, mode: bool | str) -> DenseNet:
+        """Choose how the dense blocks run, at any time, on the same weights; returns the model.
+
+        Args:
+            mode: ``False``/``"naive"``: plain autograd, keeps ``2 C_l + 8 k`` channels per layer. ``"checkpoint"``:
+                activation checkpointing of every layer's concat-BN-ReLU-conv on one shared buffer, keeps ``9 k``.
+                ``True``/``"auto"``: the best one available.
+
+        Raises:
+            ValueError: an unknown mode.
+        """
+        self._efficient = mode_name(mode)
+        for module in self.features.modules():
+            if isinstance(module, DenseBlock):
+                module.efficient = self._efficient
+        return self
+
+    def execution_plan(self) -> list[BlockPlan]:
+        """For every dense block: its name, the mode asked for, what runs, and why where the two differ."""
+        return [
+            module.plan(name)
+            for name, module in self.named_modules()
+            if isinstance(module, DenseBlock)
+        ]
+
+    def extra_repr(self) -> str:
+        runs = sorted({plan.runs for plan in self.execution_plan()})
+        return f"efficient={self._efficient!r}, blocks run: {', '.join(runs)}"
+
+    # The forward pass
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """The feature map after the final norm and ReLU, ``(N, num_features, *spatial)``."""
+        if not torch.jit.is_scripting():
+            self._check_input(x)
+        return F.relu(self.features(x))
+
+    def forward_head(self, features: Tensor) -> Tensor:
+        """Global average pooling and the classifier: ``(N, num_features, *spatial)`` to ``(N, num_classes)``."""
+        return self.classifier(features.flatten(2).mean(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    @torch.jit.unused
+    def _check_input(self, x: Tensor) -> None:
+        if torch.jit.is_tracing():  # a trace would record the comparison as a warning
+            return
+        if x.dim() != self.spatial_dims + 2 or x.shape[1] != self.in_channels:
+            wanted = ", ".join(["N", str(self.in_channels), *["D", "H", "W"][-self.spatial_dims :]])
+            raise ValueError(f"expected an input of shape ({wanted}), got {tuple(x.shape)}")
+        if min(x.shape[2:]) < self.min_size:
+            raise ValueError(
+                f"input of size {'x'.join(map(str, x.shape[2:]))} is too small for this model; "
+                f"every side must be at least {self.min_size}"
+            )
+
+    # The classifier
+
+    def get_classifier(self) -> nn.Module:
+        """The last layer: ``nn.Linear``, or ``nn.Identity`` where ``num_classes`` is 0."""
+        return self.classifier
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Replace the classifier by a new one of ``num_classes`` outputs (0: none), on the same device and in the same dtype."""
+        self.num_classes = _positive_int("num_classes", num_classes, least=0)
+        reference = self.features.norm5.weight
+        self.classifier = nn.Identity()
+        if num_classes:
+            self.classifier = nn.Linear(self.num_features, num_classes, device=reference.device, dtype=reference.dtype)
+            nn.init.zeros_(self.classifier.bias)
+
+
+def _min_size(small_inputs: bool, num_transitions: int) -> int:
+    """The least side of an input that leaves one pixel for the last block."""
+    size = 2**num_transitions
+    if not small_inputs:
+        size = 2 * (2 * size - 1) - 1  # max-pool (3, stride 2, padding 1), then conv (7, stride 2, padding 3)
+    return size
+
+
+def densenet_bc(depth: int = 100, growth_rate: int = 12, **kwargs) -> DenseNet:
+    """DenseNet-BC for CIFAR by its depth: three equal blocks, 2k stem channels, compression 0.5.
+
+    A depth of ``6 n + 4`` has ``n`` layers in each block, of two convolutions each.
+
+    Args:
+        depth: convolution and linear layers on the longest path; ``depth - 4`` a positive multiple of 6.
+        growth_rate: k.
+        **kwargs: further arguments of :class:`DenseNet`.
+
+    Raises:
+        ValueError: a depth that does not exist; names the nearest that do.
+
+    Example:
+        >>> sum(p.numel() for p in densenet_bc(depth=100, growth_rate=12).parameters())
+        769162
+
+    Source: arXiv:1608.06993, section 4.2.
+    """
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 10 or (depth - 4) % 6:
+        if isinstance(depth, (int, float)) and not isinstance(depth, bool) and depth > 10 and math.isfinite(depth):
+            below = 6 * math.floor((depth - 4) / 6) + 4
+            near = f"the nearest valid depths are {below} and {below + 6}"
+        else:
+            near = "the least is 10"
+        raise ValueError(f"depth must be 6 n + 4 (10, 16, …, 40, …, 100, …), got {depth!r}; {near}")
+    _positive_int("growth_rate", growth_rate)
+    if kwargs.get("bn_size", 4) is None:
+        raise ValueError("densenet_bc has bottleneck layers; for basic layers use DenseNet(bn_size=None, block_config=...)")
+    kwargs.setdefault("block_config", ((depth - 4) // 6,) * 3)
+    kwargs.setdefault("num_init_features", 2 * growth_rate)
+    return DenseNet(growth_rate=growth_rate, **kwargs)
+
+
+def _imagenet(
+    block_config: tuple[int, ...], growth_rate: int, num_init_features: int, weights: str | os.PathLike | None, kwargs: dict
+) -> DenseNet:
+    kwargs = {"num_classes": 1000, "small_inputs": False, **kwargs}
+    model = DenseNet(growth_rate, block_config, num_init_features=num_init_features, **kwargs)
+    if weights is not None:
+        _load_weights(model, weights)
+    return model
+
+
+def _load_weights(model: DenseNet, weights: str | os.PathLike) -> None:
+    if not os.path.isfile(weights):
+        raise ValueError(f"weights must be None or the path of a state dict, and there is no file {os.fspath(weights)!r}")
+    state = torch.load(weights, map_location="cpu", weights_only=True)
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise ValueError(f"weights={os.fspath(weights)!r} does not fit this model: {error}") from error
+
+
+def densenet121(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
+    """DenseNet-121 for ImageNet: blocks (6, 12, 24, 16), k = 32, 64 stem channels; 7,978,856 parameters.
+
+    Args:
+        weights: ``None``, or the path of a state dict, torchvision's included.
+        **kwargs: further arguments of :class:`DenseNet`.
+
+    Raises:
+        ValueError: no such file, or one that does not fit.
+
+    Source: arXiv:1608.06993, table 1.
+    """
+    return _imagenet((6, 12, 24, 16), 32, 64, weights, kwargs)
+
+
+def densenet161(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
+    """DenseNet-161 for ImageNet: blocks (6, 12, 36, 24), k = 48, 96 stem channels; 28,681,000 parameters.
+
+    Args:
+        weights: ``None``, or the path of a state dict, torchvision's included.
+        **kwargs: further arguments of :class:`DenseNet`.
+    """
+    return _imagenet((6, 12, 36, 24), 48, 96, weights, kwargs)
+
+
+def densenet169(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
+    """DenseNet-169 for ImageNet: blocks (6, 12, 32, 32), k = 32, 64 stem channels; 14,149,480 parameters.
+
+    Args:
+        weights: ``None``, or the path of a state dict, torchvision's included.
+        **kwargs: further arguments of :class:`DenseNet`.
+    """
+    return _imagenet((6, 12, 32, 32), 32, 64, weights, kwargs)
+
+
+def densenet201(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
+    """DenseNet-201 for ImageNet: blocks (6, 12, 48, 32), k = 32, 64 stem channels; 20,013,928 parameters.
+
+    Args:
+        weights: ``None``, or the path of a state dict, torchvision's included.
+        **kwargs: further arguments of :class:`DenseNet`.
+    """
+    return _imagenet((6, 12, 48, 32), 32, 64, weights, kwargs)
+
+
+def densenet264(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
+    """DenseNet-264 for ImageNet: blocks (6, 12, 64, 48), k = 32, 64 stem channels.
+
+    Args:
+        weights: ``None``, or the path of a state dict.
+        **kwargs: further arguments of :class:`DenseNet`.
+    """
+    return _imagenet((6, 12, 64, 48), 32, 64, weights, kwargs)

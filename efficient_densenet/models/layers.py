@@ -1,0 +1,207 @@
+"""The parts of a DenseNet: dense layer, dense block, transition; parameters here, and which op runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.batch_norm import FeatureStatistics
+from ..ops.bottleneck import checkpointed_bottleneck, why_not_recomputed, why_plain
+from ..ops.storage import FeatureBuffer, append, is_channels_last
+
+MODES = ("naive", "checkpoint", "auto")
+
+
+def mode_name(mode: bool | str) -> str:
+    """The name of a mode: ``False`` is ``"naive"``, ``True`` is ``"auto"``.
+
+    Raises:
+        ValueError: anything that is neither a bool nor one of :data:`MODES`.
+    """
+    if isinstance(mode, bool):
+        return "auto" if mode else "naive"
+    if mode not in MODES:
+        raise ValueError(f"efficient must be True, False or one of {', '.join(map(repr, MODES))}, got {mode!r}")
+    return mode
+
+
+def conv(spatial_dims: int, in_channels: int, out_channels: int, kernel_size: int, **kwargs) -> nn.Module:
+    return (nn.Conv1d, nn.Conv2d, nn.Conv3d)[spatial_dims - 1](in_channels, out_channels, kernel_size, bias=False, **kwargs)
+
+
+def batch_norm(spatial_dims: int, channels: int) -> nn.Module:
+    return (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[spatial_dims - 1](channels)
+
+
+def pool(spatial_dims: int, kind: str, **kwargs) -> nn.Module:
+    return getattr(nn, f"{kind}Pool{spatial_dims}d")(**kwargs)
+
+
+class DenseLayer(nn.Module):
+    """H_l: all features so far to ``growth_rate`` new ones.
+
+        H_l = conv3x3 ∘ ReLU ∘ BN ∘ conv1x1 ∘ ReLU ∘ BN        (bn_size=None: conv3x3 ∘ ReLU ∘ BN)
+
+    Shape:
+        - input: ``(N, in_channels, *spatial)``
+        - output: ``(N, growth_rate, *spatial)``
+
+    Source: arXiv:1608.06993, section 3, "Composite function" and "Bottleneck layers".
+    """
+
+    def __init__(self, in_channels: int, growth_rate: int, bn_size: int | None, drop_rate: float, spatial_dims: int):
+        super().__init__()
+        self.growth_rate = growth_rate
+        self.drop_rate = float(drop_rate)
+        self.norm1 = batch_norm(spatial_dims, in_channels)
+        self.relu1 = nn.ReLU(inplace=True)
+        if bn_size is None:
+            self.conv1 = conv(spatial_dims, in_channels, growth_rate, kernel_size=3, padding=1)
+        else:
+            width = bn_size * growth_rate
+            self.conv1 = conv(spatial_dims, in_channels, width, kernel_size=1)
+            self.norm2 = batch_norm(spatial_dims, width)
+            self.relu2 = nn.ReLU(inplace=True)
+            self.conv2 = conv(spatial_dims, width, growth_rate, kernel_size=3, padding=1)
+        self.has_bottleneck = bn_size is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.after_bottleneck(self.conv1(self.relu1(self.norm1(x)))))
+
+    def after_bottleneck(self, x: Tensor) -> Tensor:
+        """What follows ``conv1`` in H_l."""
+        if self.has_bottleneck:
+            x = self.conv2(self.relu2(self.norm2(x)))
+        return x
+
+    def dropout(self, x: Tensor) -> Tensor:
+        if self.drop_rate > 0.0:
+            x = F.dropout(x, self.drop_rate, self.training)
+        return x
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What one dense block runs: its name, the mode asked for, the path taken, and why where that is another one."""
+
+    block: str
+    asked: str
+    runs: str
+    reason: str = ""
+
+
+class DenseBlock(nn.ModuleDict):
+    """L dense layers, each reading everything before it: ``x_l = H_l([x_0, …, x_{l-1}])``.
+
+    Args:
+        num_layers: L.
+        in_channels: C_0.
+        growth_rate: k.
+        bn_size: width of the bottleneck in units of k, or ``None``.
+        drop_rate: dropout after every layer.
+        spatial_dims: 1, 2 or 3.
+
+    Shape:
+        - input: ``(N, C_0, *spatial)``
+        - output: ``(N, C_0 + L k, *spatial)``
+    """
+
+    efficient = "naive"
+
+    def __init__(
+        self, num_layers: int, in_channels: int, growth_rate: int, bn_size: int | None, drop_rate: float, spatial_dims: int
+    ):
+        super().__init__()
+        for i in range(num_layers):
+            layer = DenseLayer(in_channels + i * growth_rate, growth_rate, bn_size, drop_rate, spatial_dims)
+            self[f"denselayer{i + 1}"] = layer
+        self.num_output_features = in_channels + num_layers * growth_rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return self._plain(x)
+        return self._run(x)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        """The reference: concatenate, apply H_l, keep everything."""
+        features = [x]
+        for layer in self.values():
+            features.append(layer(torch.cat(features, 1)))
+        return torch.cat(features, 1)
+
+    @torch.jit.unused
+    def _run(self, x: Tensor) -> Tensor:
+        if self.efficient == "naive" or why_plain(x) or self._why_not_dense_layers():
+            return self._plain(x)
+        if torch.compiler.is_compiling():
+            return _outside_the_compiler(self._checkpointed, x)
+        return self._checkpointed(x)
+
+    def _checkpointed(self, x: Tensor) -> Tensor:
+        """The reference without concatenation and without what can be rebuilt: every layer reads one shared buffer."""
+        channels = x.shape[1] + sum(layer.growth_rate for layer in self.values())
+        buffer = FeatureBuffer(x, channels, x.dtype)
+        statistics = FeatureStatistics(buffer.tensor)
+        features = append(None, x, buffer)
+        draws_in_contiguous_order = not (is_channels_last(x) or any(is_channels_last(p) for p in self.parameters()))
+        for layer in self.values():
+            if why_not_recomputed(layer):
+                # An unknown module gets a tensor of its own, as concatenation would give it: it may work in place.
+                new = layer(features.clone())
+            else:
+                new = layer.after_bottleneck(checkpointed_bottleneck(features, statistics, layer.norm1, layer.conv1))
+                # Dropout draws in the order of memory: in the plain model's layout the same seed drops the same values.
+                new = layer.dropout(new.contiguous() if draws_in_contiguous_order else new)
+            dtype = torch.promote_types(new.dtype, features.dtype)
+            if dtype != features.dtype:  # under autocast, or behind a module of another type: promote, as cat does
+                buffer = FeatureBuffer(x, channels, dtype)
+                statistics = FeatureStatistics(buffer.tensor)
+                features = append(None, features, buffer)
+            features = append(features, new, buffer)
+        return features
+
+    def _why_not_dense_layers(self) -> str:
+        foreign = [f"{key} is a {type(layer).__name__}" for key, layer in self.items() if type(layer) is not DenseLayer]
+        return ", ".join(foreign)
+
+    def plan(self, name: str) -> BlockPlan:
+        """What this block runs, and why where it is not what was asked for."""
+        if self.efficient == "naive":
+            return BlockPlan(name, self.efficient, "naive")
+        if foreign := self._why_not_dense_layers():
+            return BlockPlan(name, self.efficient, "naive", foreign)
+        reasons = [
+            f"{key} keeps its activations: {why}" for key, layer in self.items() if (why := why_not_recomputed(layer))
+        ]
+        return BlockPlan(name, self.efficient, "checkpoint", "; ".join(reasons))
+
+    def extra_repr(self) -> str:
+        plan = self.plan("")
+        return f"efficient={plan.asked!r}, runs {plan.runs}" + (f" ({plan.reason})" if plan.reason else "")
+
+
+@torch.compiler.disable
+def _outside_the_compiler(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    # The compiler would trace the recomputation away or compile it anew for every shape; the block runs as it is,
+    # between the compiled parts before and behind it.
+    return run(x)
+
+
+class Transition(nn.Sequential):
+    """Between two blocks: ``AvgPool2 ∘ conv1x1 ∘ ReLU ∘ BN``.
+
+    Shape:
+        - input: ``(N, in_channels, *spatial)``
+        - output: ``(N, out_channels, *(size // 2 for size in spatial))``
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, spatial_dims: int):
+        super().__init__()
+        self.norm = batch_norm(spatial_dims, in_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv = conv(spatial_dims, in_channels, out_channels, kernel_size=1)
+        self.pool = pool(spatial_dims, "Avg", kernel_size=2, stride=2)

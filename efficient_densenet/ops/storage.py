@@ -1,0 +1,95 @@
+"""The block's shared buffer: every feature of a dense block in one channels-last tensor.
+
+Layer ``l`` of a dense block reads all features before it. In channels-last order those are the first ``C_l`` columns of
+one ``(m, C_total)`` matrix, ``m = N·H·W``, so reading them is a strided view and appending is a write behind them:
+nothing is ever concatenated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def channels_last_empty(like: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised ``(N, channels, *spatial)`` tensor whose channels lie next to each other, in 1-D, 2-D and 3-D."""
+    n, _, *spatial = like.shape
+    return torch.empty((n, *spatial, channels), dtype=dtype or like.dtype, device=like.device).movedim(-1, 1)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """The ``(m, C)`` matrix behind a channels-last ``(N, C, *spatial)`` tensor, or behind its first or other channels.
+
+    A view wherever the layout allows, which is always so for slices of channels of :func:`channels_last_empty`.
+    """
+    return x.movedim(1, -1).reshape(-1, x.shape[1])
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether torch takes ``x`` for channels-last; a tensor that is both (one channel, one pixel) counts as contiguous."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and not x.is_contiguous() and x.is_contiguous(memory_format=formats[x.dim()])
+
+
+class FeatureBuffer:
+    """The features of one dense block in one forward pass.
+
+    Args:
+        x: the block's input, ``(N, C_0, *spatial)``; gives shape and device.
+        channels: ``C_0 + L k``, all the channels the block will hold.
+        dtype: the type the features are stored in.
+    """
+
+    def __init__(self, x: Tensor, channels: int, dtype: torch.dtype):
+        self.tensor = channels_last_empty(x, channels, dtype)
+
+    def first(self, channels: int) -> Tensor:
+        """The first ``channels`` features, as an alias with a version counter of its own.
+
+        A plain view would share the buffer's counter, and autograd would refuse to use it after the next layer has
+        written behind it, into columns the view does not even cover.
+        """
+        whole = self.tensor
+        n, _, *spatial = whole.shape
+        return whole.new_empty(0).set_(
+            whole.untyped_storage(), whole.storage_offset(), (n, channels, *spatial), whole.stride()
+        )
+
+
+class _Append(torch.autograd.Function):
+    """Write ``y`` behind ``x`` in the buffer and return both as one tensor: ``cat([x, y], 1)`` without the copy of x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor | None, y: Tensor, buffer: FeatureBuffer) -> Tensor:
+        start = 0 if x is None else x.shape[1]
+        buffer.tensor.narrow(1, start, y.shape[1]).copy_(y)
+        ctx.start = start
+        ctx.y_dtype = y.dtype
+        features = buffer.first(start + y.shape[1])
+        if features.shape[1] == buffer.tensor.shape[1]:
+            # The finished block leaves the library's hands here. Whoever edits it in place edits what the layers will
+            # read again; kept as a saved tensor, autograd notices before any of them does.
+            ctx.save_for_backward(features)
+        return features
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        ctx.saved_tensors  # noqa: B018 - raises if the finished block was edited in place
+        before = grad[:, : ctx.start] if ctx.start else None
+        return before, grad[:, ctx.start :].to(ctx.y_dtype), None
+
+
+def append(x: Tensor | None, y: Tensor, buffer: FeatureBuffer) -> Tensor:
+    """Append ``y`` to the features ``x`` of ``buffer``; differentiable, equals ``torch.cat([x, y], 1)``.
+
+    Args:
+        x: the features so far, as :func:`append` returned them, or ``None`` for the block's input.
+        y: what to write behind them.
+        buffer: the storage both live in.
+
+    Shape:
+        - x: ``(N, C, *spatial)``
+        - y: ``(N, k, *spatial)``
+        - returns: ``(N, C + k, *spatial)``, channels-last, sharing memory with ``buffer``
+    """
+    return _Append.apply(x, y, buffer)
