@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..ops.batch_norm import FeatureStatistics
 from ..ops.bottleneck import checkpointed_bottleneck, why_not_recomputed, why_plain
-from ..ops.storage import FeatureBuffer, append, is_channels_last
+from ..ops.storage import FeatureBuffer, append
 
 MODES = ("naive", "checkpoint", "auto")
 
@@ -70,17 +70,16 @@ class DenseLayer(nn.Module):
         self.has_bottleneck = bn_size is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.after_bottleneck(self.conv1(self.relu1(self.norm1(x)))))
+        return self.after_bottleneck(self.conv1(self.relu1(self.norm1(x))))
 
     def after_bottleneck(self, x: Tensor) -> Tensor:
         """What follows ``conv1`` in H_l."""
         if self.has_bottleneck:
             x = self.conv2(self.relu2(self.norm2(x)))
-        return x
-
-    def dropout(self, x: Tensor) -> Tensor:
-        if self.drop_rate > 0.0:
-            x = F.dropout(x, self.drop_rate, self.training)
+        if self.drop_rate > 0.0 and self.training:
+            # Dropout draws in the order of memory. Drawn for a contiguous tensor, the same seed drops the same values
+            # whatever the layout of x, so that neither channels-last nor the mode changes them.
+            x = x * F.dropout(torch.ones_like(x, memory_format=torch.contiguous_format), self.drop_rate)
         return x
 
 
@@ -147,15 +146,13 @@ class DenseBlock(nn.ModuleDict):
         buffer = FeatureBuffer(x, channels, x.dtype)
         statistics = FeatureStatistics(buffer.tensor)
         features = append(None, x, buffer)
-        draws_in_contiguous_order = not (is_channels_last(x) or any(is_channels_last(p) for p in self.parameters()))
         for layer in self.values():
             if why_not_recomputed(layer):
                 # An unknown module gets a tensor of its own, as concatenation would give it: it may work in place.
                 new = layer(features.clone())
             else:
-                new = layer.after_bottleneck(checkpointed_bottleneck(features, statistics, layer.norm1, layer.conv1))
-                # Dropout draws in the order of memory: in the plain model's layout the same seed drops the same values.
-                new = layer.dropout(new.contiguous() if draws_in_contiguous_order else new)
+                new = checkpointed_bottleneck(features, statistics, layer.norm1, layer.conv1)
+                new = layer.after_bottleneck(new)
             dtype = torch.promote_types(new.dtype, features.dtype)
             if dtype != features.dtype:  # under autocast, or behind a module of another type: promote, as cat does
                 buffer = FeatureBuffer(x, channels, dtype)
