@@ -3,7 +3,7 @@
 In training mode the batch mean and variance of a channel do not depend on the layer that reads it, so a dense block
 takes them once, when the channel is written. Each layer then only scales and shifts,
 
-    r = 1 / sqrt(var + eps),   z = relu(gamma r x + (beta - mean gamma r)),
+    r = 1 / sqrt(var + eps),   scale = gamma r,   shift = beta - mean scale,   z = relu(scale x + shift),
 
 with its own ``gamma, beta, eps``, and moves its own running statistics with its own momentum, once per forward.
 """
@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .storage import as_rows, channels_last_empty
-from .tiles import row_tiles, scratch_for
+from .tiles import Scratch, row_tiles
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+masked_gradient = torch.ops.aten.threshold_backward.grad_input  # (dz, z, 0, grad_input=out): dz where z > 0, else 0
 
 
 def uses_batch_statistics(norm: nn.Module) -> bool:
@@ -34,37 +35,89 @@ class Statistics:
     mean: Tensor
     var: Tensor
 
+    @classmethod
+    def running(cls, norm: nn.Module) -> Statistics:
+        """A copy of the running statistics: another forward may move them before this one's backward."""
+        dtype = torch.promote_types(norm.running_mean.dtype, torch.float32)
+        return cls(norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype, copy=True))
 
-def batch_statistics(x: Tensor) -> Statistics:
-    """Batch mean and biased variance of every channel of ``x``, ``(N, C, *spatial)``.
 
-    In float32 for half precision, and from squares of differences: as good as torch's for data with a large mean.
+class Moments:
+    """Statistics of a matrix's columns from its tiles of rows, each taken while the tile is in the cache.
+
+    Every tile's mean and variance come from differences to a mean, never from a bare sum of squares, and are merged by
+    Chan, Golub and LeVeque's formula: as good as torch's for data with a large mean.
     """
-    rows = as_rows(x.detach())
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    var, mean = torch.var_mean(rows.to(dtype), dim=0, correction=0)
-    return Statistics(mean, var)
+
+    def __init__(self):
+        self._tiles: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, rows: Tensor) -> None:
+        count, width = rows.shape
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        if rows.device.type != "cpu" or count == 1:
+            var, mean = torch.var_mean(rows.to(dtype), dim=0, correction=0)
+        elif width >= 32 and rows.is_contiguous() and dtype == rows.dtype:
+            mean, var = torch.batch_norm_update_stats(rows, None, None, 0.0)
+        else:  # narrow or strided: two products with a row of ones beat torch's reductions
+            rows = rows.to(dtype)
+            share = rows.new_full((1, count), 1.0 / count)
+            near = torch.mm(share, rows)
+            centred = rows - near
+            rest = torch.mm(share, centred)
+            mean = (near + rest)[0]
+            var = torch.mm(share, centred.square_()).addcmul_(rest, rest, value=-1)[0]
+        self._tiles.append((count, mean, var))
+
+    def statistics(self) -> Statistics:
+        if len(self._tiles) == 1:
+            _, mean, var = self._tiles[0]
+            return Statistics(mean, var)
+        counts, means, variances = zip(*self._tiles, strict=True)
+        means, variances = torch.stack(means), torch.stack(variances)
+        share = torch.tensor(counts, dtype=means.dtype, device=means.device).div_(sum(counts))
+        mean = share @ means
+        return Statistics(mean, share @ (variances + (means - mean).square_()))
+
+
+def batch_statistics(rows: Tensor) -> Statistics:
+    """Batch mean and biased variance of the columns of ``rows``, ``(m, C)``.
+
+    Raises:
+        ValueError: a single row, which has no variance.
+    """
+    moments = Moments()
+    for tile in row_tiles(rows.shape[0], rows.shape[1] * rows.element_size(), rows.device):
+        moments.add(rows[tile])
+    return moments.statistics()
+
+
+def check_count(count: int, shape: tuple[int, ...]) -> None:
+    """Raises ValueError, as torch does, where a training BatchNorm would see one value per channel."""
+    if count <= 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
 
 
 class FeatureStatistics:
     """The batch statistics of a buffer's channels, each taken once, when the first layer asks for them."""
 
     def __init__(self, features: Tensor):
-        self._features = features
-        self._parts: list[Statistics] = []
-        self._known = 0
+        self._shape = features.shape
+        self._rows = as_rows(features)
+        self._mean: Tensor | None = None
+        self._var: Tensor | None = None
 
     def first(self, channels: int) -> Statistics:
         """The statistics of the first ``channels`` channels, which must have been written by now."""
-        if self._known < channels:
-            x = self._features.narrow(1, self._known, channels - self._known)
-            if x.numel() == x.shape[1]:
-                raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-            self._parts.append(batch_statistics(x))
-            self._known = channels
-        whole = Statistics(torch.cat([p.mean for p in self._parts]), torch.cat([p.var for p in self._parts]))
-        self._parts = [whole]
-        return whole
+        known = 0 if self._mean is None else self._mean.shape[0]
+        if known < channels:
+            check_count(self._rows.shape[0], (self._shape[0], channels, *self._shape[2:]))
+            new = batch_statistics(self._rows[:, known:channels])
+            # New vectors, not slices of one: what autograd has saved of the old ones stays untouched.
+            self._mean = torch.cat((self._mean, new.mean)) if known else new.mean
+            self._var = torch.cat((self._var, new.var)) if known else new.var
+        return Statistics(self._mean[:channels], self._var[:channels])
+
 
 def move_running_statistics(norm: nn.Module, batch: Statistics, count: int) -> None:
     """What a BatchNorm's forward does to its buffers: once per forward in training mode, nothing otherwise.
@@ -81,27 +134,61 @@ def move_running_statistics(norm: nn.Module, batch: Statistics, count: int) -> N
         if factor is None:
             factor = 1.0 / float(norm.num_batches_tracked)
     factor = 0.0 if factor is None else factor
-    unbiased = batch.var * (count / max(count - 1, 1))
-    norm.running_mean.lerp_(batch.mean.to(norm.running_mean.dtype), factor)
-    norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), factor)
+    norm.running_mean.mul_(1.0 - factor).add_(batch.mean, alpha=factor)
+    norm.running_var.mul_(1.0 - factor).add_(batch.var, alpha=factor * count / (count - 1))
+
+
+class FoldedNorm:
+    """A BatchNorm with its statistics, folded into one scale and one shift per channel.
+
+    Args:
+        gamma, beta: the affine parameters, ``(C,)`` each, or ``None`` for one and zero.
+        statistics: of the data, or running ones.
+        eps: added to the variance.
+        batch: whether the statistics are the data's own, so that gradients flow through them.
+    """
+
+    __slots__ = ("batch", "beta", "gamma", "mean", "r", "scale", "shift")
+
+    def __init__(self, gamma: Tensor | None, beta: Tensor | None, statistics: Statistics, eps: float, batch: bool):
+        self.mean, self.batch = statistics.mean, batch
+        self.r = (statistics.var + eps).rsqrt_()
+        self.gamma = torch.ones_like(self.r) if gamma is None else gamma.to(self.r.dtype)
+        self.beta = torch.zeros_like(self.r) if beta is None else beta.to(self.r.dtype)
+        self.scale = self.gamma * self.r
+        self.shift = torch.addcmul(self.beta, self.mean, self.scale, value=-1)
+
+    def relu(self, x: Tensor, out: Tensor) -> Tensor:
+        """``relu(scale x + shift)`` of the rows ``x``, written to ``out``."""
+        return torch.addcmul(self.shift, x, self.scale, out=out).relu_()
+
+    def correction(self, dbeta: Tensor, gamma_dgamma: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """``slope, level`` with ``dx = scale dz + slope x + level``, for batch statistics.
+
+        Args:
+            dbeta: ``Σ dz``.
+            gamma_dgamma: ``gamma dgamma = gamma r Σ dz (x - mean)``.
+            count: m, the values per channel.
+        """
+        slope = (self.r * self.r).mul_(gamma_dgamma).mul_(-1.0 / count)
+        level = (self.scale * dbeta).mul_(-1.0 / count).addcmul_(slope, self.mean, value=-1)
+        return slope, level
 
 
 def norm_relu_reference(x: Tensor, gamma: Tensor, beta: Tensor, statistics: Statistics, eps: float, batch: bool) -> Tensor:
     """``relu(batch_norm(x))`` by torch; the same arguments as :func:`norm_relu`."""
-    mean, var = statistics.mean.to(x.dtype), statistics.var.to(x.dtype)
-    return F.relu(F.batch_norm(x, None if batch else mean, None if batch else var, gamma, beta, batch, 0.0, eps))
+    mean, var = (None, None) if batch else (statistics.mean.to(x.dtype), statistics.var.to(x.dtype))
+    return F.relu(F.batch_norm(x, mean, var, gamma, beta, batch, 0.0, eps))
 
 
 class _NormReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma, beta, mean, var, eps, batch):
-        r = (var + eps).rsqrt_()
-        scale = r if gamma is None else r * gamma
-        shift = -mean * scale if beta is None else beta - mean * scale
+        norm = FoldedNorm(gamma, beta, Statistics(mean, var), eps, batch)
         z = channels_last_empty(x, x.shape[1])
         rows, z_rows = as_rows(x), as_rows(z)
-        for tile in row_tiles(z_rows):
-            torch.addcmul(shift, rows[tile], scale, out=z_rows[tile]).relu_()
+        for tile in row_tiles(z_rows.shape[0], z_rows.shape[1] * z.element_size(), x.device):
+            norm.relu(rows[tile], out=z_rows[tile])
         ctx.save_for_backward(x, gamma, beta, mean, var, z)
         ctx.eps, ctx.batch = eps, batch
         return z
@@ -109,39 +196,35 @@ class _NormReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dz):
         x, gamma, beta, mean, var, z = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: differentiate the plain formula instead
-            wanted = [t for t, needed in zip((x, gamma, beta), ctx.needs_input_grad, strict=False) if needed]
-            y = norm_relu_reference(x, gamma, beta, Statistics(mean, var), ctx.eps, ctx.batch)
-            grads = iter(torch.autograd.grad(y, wanted, dz, create_graph=True))
-            return *(next(grads) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None, None
-
-        r = (var + ctx.eps).rsqrt_()
-        scale = r if gamma is None else r * gamma
         need_x, need_gamma, need_beta = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # create_graph: differentiate the plain formula instead
+            y = norm_relu_reference(x, gamma, beta, Statistics(mean, var), ctx.eps, ctx.batch)
+            wanted = [t for t, need in zip((x, gamma, beta), (need_x, need_gamma, need_beta), strict=True) if need]
+            grads = iter(torch.autograd.grad(y, wanted, dz, create_graph=True))
+            return *(next(grads) if need else None for need in (need_x, need_gamma, need_beta)), None, None, None, None
+
+        norm = FoldedNorm(gamma, beta, Statistics(mean, var), ctx.eps, ctx.batch)
         need_sums = need_gamma or need_beta or ctx.batch
         dx = channels_last_empty(x, x.shape[1])
         rows, z_rows, dz_rows, dx_rows = as_rows(x), as_rows(z), as_rows(dz), as_rows(dx)
-        tiles = list(row_tiles(dx_rows))
-        centred = scratch_for(dx_rows, tiles, mean.dtype) if need_sums else None
-        sum_dz = torch.zeros_like(mean)  # Σ dz
-        sum_dz_x = torch.zeros_like(mean)  # Σ dz (x - mean)
-        masked = torch.ops.aten.threshold_backward.grad_input
+        tiles = list(row_tiles(dx_rows.shape[0], dx_rows.shape[1] * dx.element_size(), x.device))
+        scratch = Scratch(x.device)
+        sum_dz, sum_dz_x = torch.zeros_like(mean), torch.zeros_like(mean)  # Σ dz and Σ dz (x - mean)
         for tile in tiles:
-            t = masked(dz_rows[tile], z_rows[tile], 0, grad_input=dx_rows[tile])
+            masked = masked_gradient(dz_rows[tile], z_rows[tile], 0, grad_input=dx_rows[tile])
             if need_sums:
-                sum_dz += t.sum(0, dtype=mean.dtype)
-                c = torch.sub(rows[tile], mean, out=centred[: t.shape[0]])
-                sum_dz_x += c.mul_(t).sum(0)
-        dgamma = (sum_dz_x * r).to(gamma.dtype) if need_gamma else None
+                sum_dz += masked.sum(0, dtype=mean.dtype)
+                centred = torch.sub(rows[tile], mean, out=scratch.take("centred", masked.shape, mean.dtype))
+                sum_dz_x += centred.mul_(masked).sum(0)
+        sum_dz_x *= norm.r
+        dgamma = sum_dz_x.to(gamma.dtype) if need_gamma else None
         dbeta = sum_dz.to(beta.dtype) if need_beta else None
         if not need_x:
             return None, dgamma, dbeta, None, None, None, None
         if ctx.batch:
-            count = dx_rows.shape[0]
-            slope = -scale * r * r * sum_dz_x / count
-            level = -scale * sum_dz / count - slope * mean
+            slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, dx_rows.shape[0])
         for tile in tiles:
-            dx_rows[tile].mul_(scale)
+            dx_rows[tile].mul_(norm.scale)
             if ctx.batch:
                 dx_rows[tile].addcmul_(rows[tile], slope).add_(level)
         return dx, dgamma, dbeta, None, None, None, None

@@ -48,9 +48,7 @@ def checkpointed_bottleneck(x: Tensor, statistics: FeatureStatistics, norm: nn.M
         used = statistics.first(x.shape[1])
         move_running_statistics(norm, used, count)
     else:
-        # Copied: another forward may move the running statistics before this one's backward.
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        used = Statistics(norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype, copy=True))
+        used = Statistics.running(norm)
 
     # Everything is handed over as it is now: by the time of the recomputation the module may hold other tensors
     # (torch.func.functional_call, a copy, a replica).

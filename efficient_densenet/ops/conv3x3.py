@@ -1,0 +1,104 @@
+"""The 3x3 convolution of a dense layer on rows of images, in the forms that run fastest; 3x3x3 and 1x3 as well.
+
+With ``y[p] = Σ_t a[p + t - 1] W[t]`` over the taps ``t`` of the kernel, the gradients are
+
+    da[q] = Σ_t dy[q - t + 1] W[t],        dW[t] = Σ_q dy[q - t + 1] ⊗ a[q].
+
+A dense layer has few output channels (k), so its *output gradient* is the cheap side to unfold: ``(m, taps·k)`` instead of
+``(m, taps·4k)``. Unfolded once from a zero-bordered copy, dW is one matrix product with the rows of ``a``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .tiles import Scratch
+
+_CONVOLUTIONS = {4: F.conv2d, 5: F.conv3d}
+
+
+def as_images(rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """``(n·hw, C)`` rows as ``(n, C, *sizes)`` images, a channels-last view."""
+    return rows.view(-1, *sizes, rows.shape[1]).movedim(-1, 1)
+
+
+def _channels_last(weight: Tensor) -> Tensor:
+    return weight.contiguous(memory_format=torch.channels_last if weight.dim() == 4 else torch.channels_last_3d)
+
+
+def forward_weight(weight: Tensor) -> Tensor:
+    """The kernel for :func:`conv_forward`: output channels filled up with zeros to a multiple of 8, a vector's width."""
+    filled = -weight.shape[0] % 8
+    if filled:
+        weight = F.pad(weight, [0, 0] * (weight.dim() - 1) + [0, filled])
+    return _channels_last(weight)
+
+
+def conv_forward(a: Tensor, weight: Tensor, sizes: tuple[int, ...], k: int) -> Tensor:
+    """``y``, ``(n·hw, k)``, of the rows ``a``, ``(n·hw, C)``, of whole images; ``weight`` from :func:`forward_weight`."""
+    padding = tuple(t // 2 for t in weight.shape[2:])
+    y = _CONVOLUTIONS[weight.dim()](as_images(a, sizes), weight, padding=padding)
+    return y.movedim(1, -1).reshape(a.shape[0], -1)[:, :k]
+
+
+class ConvBackward:
+    """Both gradients of the convolution, tile of images by tile of images.
+
+    Args:
+        weight: ``(k, C, *taps)``.
+        sizes: the spatial sizes of an image.
+        scratch: working memory.
+        need_input, need_weight: which gradients are wanted.
+    """
+
+    def __init__(self, weight: Tensor, sizes: tuple[int, ...], scratch: Scratch, need_input: bool, need_weight: bool):
+        self._k, self._channels, *self._taps = weight.shape
+        self._sizes, self._scratch, self._dtype = sizes, scratch, weight.dtype
+        self._flipped = None
+        if need_input:
+            self._flipped = _channels_last(weight.flip(tuple(range(2, weight.dim()))).transpose(0, 1))
+        self._unfolded = None
+        if need_weight:
+            columns = math.prod(self._taps) * self._k
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            self._unfolded = torch.zeros((columns, self._channels), dtype=dtype, device=weight.device)
+
+    def bordered(self, n: int) -> tuple[Tensor, Tensor]:
+        """A zero-bordered buffer for ``dy`` of ``n`` images, ``(n, *(s + t - 1), k)``, and its inside, to be written."""
+        grown = tuple(s + t - 1 for s, t in zip(self._sizes, self._taps, strict=True))
+        buffer = self._scratch.take_zeroed(f"dy of {n}", (n, *grown, self._k), self._dtype)
+        inside = buffer
+        for dim, (s, t) in enumerate(zip(self._sizes, self._taps, strict=True), start=1):
+            inside = inside.narrow(dim, t // 2, s)
+        return buffer, inside
+
+    def add_weight(self, dy: Tensor, a: Tensor) -> None:
+        """Add this tile's part of dW; ``dy`` bordered, ``a`` the rows the convolution read."""
+        n, rows = dy.shape[0], a.shape[0]
+        strides = dy.stride()
+        unfolded = self._scratch.take("unfolded dy", (n, *self._sizes, *self._taps, self._k), dy.dtype)
+        unfolded.copy_(dy.as_strided(unfolded.shape, (*strides[:-1], *strides[1:-1], 1)))
+        accumulate_product(self._unfolded, unfolded.view(rows, -1).t(), a)
+
+    def input(self, dy: Tensor) -> Tensor:
+        """``da`` of this tile as rows, ``(n·hw, C)``; ``dy`` bordered, so that no padding is left to do."""
+        da = _CONVOLUTIONS[dy.dim()](dy.movedim(-1, 1), self._flipped)
+        return da.movedim(1, -1).reshape(-1, self._channels)
+
+    def weight(self) -> Tensor:
+        """dW, ``(k, C, *taps)``, in float32 or wider, when all tiles have been added."""
+        d = len(self._taps)
+        taps_first = self._unfolded.view(*self._taps, self._k, self._channels).flip(tuple(range(d)))
+        return taps_first.permute(d, d + 1, *range(d))
+
+
+def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in the type of ``total``."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(torch.mm(left, right))
