@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.bottleneck import is_hooked
 from .layers import BlockPlan, DenseBlock, Transition, batch_norm, conv, mode_name, pool
 
 
@@ -174,9 +175,10 @@ class DenseNet(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """The feature map after the final norm and ReLU, ``(N, num_features, *spatial)``."""
-        if not torch.jit.is_scripting():
-            self._check_input(x)
-        return F.relu(self.features(x))
+        if torch.jit.is_scripting():
+            return F.relu(self.features(x))
+        self._check_input(x)
+        return self._run_features(x)
 
     def forward_head(self, features: Tensor) -> Tensor:
         """Global average pooling and the classifier: ``(N, num_features, *spatial)`` to ``(N, num_classes)``."""
@@ -184,6 +186,25 @@ class DenseNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
+
+    @torch.jit.unused
+    def _run_features(self, x: Tensor) -> Tensor:
+        """``relu(features(x))``, each dense block as one function with what closes it wherever both allow it."""
+        if self._efficient in ("naive", "checkpoint") or is_hooked(self.features):
+            return F.relu(self.features(x))
+        modules = list(self.features.children())
+        while modules:
+            module = modules.pop(0)
+            closed = None
+            if isinstance(module, DenseBlock) and modules and (isinstance(modules[0], Transition) or len(modules) == 1):
+                closed = module.closed_by(x, modules[0])
+            if closed is None:
+                x = module(x)
+                continue
+            x = closed
+            if not isinstance(modules.pop(0), Transition):
+                return x
+        return F.relu(x)
 
     @torch.jit.unused
     def _check_input(self, x: Tensor) -> None:

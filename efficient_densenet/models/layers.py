@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.batch_norm import FeatureStatistics
-from ..ops.bottleneck import checkpointed_bottleneck, why_not_recomputed, why_plain
+from ..ops.bottleneck import checkpointed_bottleneck, is_hooked, why_not_recomputed, why_plain
+from ..ops.dense_block import (
+    BlockCall, NormCall, TailCall, fused_block, layer_call, why_no_tail, why_not_fused, why_other_norm,
+)  # fmt: skip
 from ..ops.storage import FeatureBuffer, append
 
-MODES = ("naive", "checkpoint", "auto")
+MODES = ("naive", "checkpoint", "fused", "lean", "auto")
 
 
 def mode_name(mode: bool | str) -> str:
@@ -110,6 +113,7 @@ class DenseBlock(nn.ModuleDict):
     """
 
     efficient = "naive"
+    keeps_conv1 = False  # in lean mode: whether conv1's outputs are kept all the same, since this block sets no peak
 
     def __init__(
         self, num_layers: int, in_channels: int, growth_rate: int, bn_size: int | None, drop_rate: float, spatial_dims: int
@@ -134,11 +138,59 @@ class DenseBlock(nn.ModuleDict):
 
     @torch.jit.unused
     def _run(self, x: Tensor) -> Tensor:
-        if self.efficient == "naive" or why_plain(x) or self._why_not_dense_layers():
+        if self.efficient == "naive" or why_plain(x):
             return self._plain(x)
+        run = {"naive": self._plain, "checkpoint": self._checkpointed}.get(self.plan().runs, self._fused)
+        if run == self._fused and self._dtype_of(x) is None:
+            run = self._checkpointed
+        return outside_the_compiler(run, x) if torch.compiler.is_compiling() else run(x)
+
+    def closed_by(self, x: Tensor, tail: nn.Module) -> Tensor | None:
+        """The block and what closes it as one function, or ``None`` where it has to be the one after the other.
+
+        Args:
+            x: the block's input.
+            tail: a :class:`Transition`, or the model's final norm, with which goes its ReLU.
+        """
+        if is_hooked(self) or why_plain(x) or self.plan().runs not in ("fused", "lean") or self._dtype_of(x) is None:
+            return None
+        if isinstance(tail, Transition):
+            if why_no_tail(tail) or min(x.shape[2:]) < 2:
+                return None
+            pool = (2,) * (x.dim() - 2)
+            call = TailCall(NormCall.of(tail.norm), pool if len(pool) > 1 else (1, 2))
+            parameters = [tail.norm.weight, tail.norm.bias, tail.conv.weight]
+        else:
+            if why_other_norm(tail, "norm5"):
+                return None
+            call, parameters = TailCall(NormCall.of(tail), None), [tail.weight, tail.bias]
         if torch.compiler.is_compiling():
-            return _outside_the_compiler(self._checkpointed, x)
-        return self._checkpointed(x)
+            return outside_the_compiler(self._fused, x, call, parameters)
+        return self._fused(x, call, parameters)
+
+    def _fused(self, x: Tensor, tail: TailCall | None = None, tail_parameters: Sequence[Tensor] = ()) -> Tensor:
+        """The whole block, and its tail, as one function."""
+        dtype = self._dtype_of(x)
+        calls, parameters = [], []
+        for layer in self.values():
+            call, p = layer_call(layer)
+            calls.append(call)
+            parameters += p
+        parameters += tail_parameters
+        one_d = x.dim() == 3
+        if one_d:  # one row of pixels
+            x = x.unsqueeze(2)
+            parameters = [p.unsqueeze(2) if p.dim() == 3 else p for p in parameters]
+        keep_conv1 = self.plan().runs == "fused" or self.keeps_conv1
+        out = fused_block(x, BlockCall(tuple(calls), tail, keep_conv1), parameters, dtype)
+        return out.squeeze(2) if one_d else out
+
+    def _dtype_of(self, x: Tensor) -> torch.dtype | None:
+        """What the block function stores and multiplies in; None where torch would refuse the mixture, or must decide it."""
+        weight = next(iter(self.values())).conv1.weight.dtype
+        if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight):
+            return torch.get_autocast_dtype(x.device.type)
+        return weight if x.dtype == weight else None
 
     def _checkpointed(self, x: Tensor) -> Tensor:
         """The reference without concatenation and without what can be rebuilt: every layer reads one shared buffer."""
@@ -165,27 +217,31 @@ class DenseBlock(nn.ModuleDict):
         foreign = [f"{key} is a {type(layer).__name__}" for key, layer in self.items() if type(layer) is not DenseLayer]
         return ", ".join(foreign)
 
-    def plan(self, name: str) -> BlockPlan:
+    def plan(self, name: str = "") -> BlockPlan:
         """What this block runs, and why where it is not what was asked for."""
-        if self.efficient == "naive":
-            return BlockPlan(name, self.efficient, "naive")
-        if foreign := self._why_not_dense_layers():
-            return BlockPlan(name, self.efficient, "naive", foreign)
-        reasons = [
-            f"{key} keeps its activations: {why}" for key, layer in self.items() if (why := why_not_recomputed(layer))
-        ]
-        return BlockPlan(name, self.efficient, "checkpoint", "; ".join(reasons))
+        asked = self.efficient
+        if asked == "naive":
+            return BlockPlan(name, asked, "naive")
+        if len(self) == 0 or (foreign := self._why_not_dense_layers()):
+            return BlockPlan(name, asked, "naive", foreign if len(self) else "no layers")
+        if asked != "checkpoint":
+            reasons = [f"{key}: {why}" for key, layer in self.items() if (why := why_not_fused(layer))]
+            if not reasons:
+                return BlockPlan(name, asked, "fused" if asked == "auto" else asked)
+            return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))
+        reasons = [f"{key} is not recomputed: {why}" for key, layer in self.items() if (why := why_not_recomputed(layer))]
+        return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))
 
     def extra_repr(self) -> str:
-        plan = self.plan("")
+        plan = self.plan()
         return f"efficient={plan.asked!r}, runs {plan.runs}" + (f" ({plan.reason})" if plan.reason else "")
 
 
 @torch.compiler.disable
-def _outside_the_compiler(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def outside_the_compiler(run: Callable[..., Tensor], *args) -> Tensor:
     # The compiler would trace the recomputation away or compile it anew for every shape; the block runs as it is,
     # between the compiled parts before and behind it.
-    return run(x)
+    return run(*args)
 
 
 class Transition(nn.Sequential):

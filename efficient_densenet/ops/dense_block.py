@@ -7,9 +7,9 @@ Forward, for every layer ``l`` with ``m = N·H·W`` rows and ``C_l`` channels be
     a = relu(scale2 b + shift2)
     y = conv3x3(a, W2)                   written behind X_l
 
-``fused`` keeps F and every b; ``lean`` keeps F alone. z and a are rebuilt in the backward pass, in tiles that never leave
-the cache; in ``fused`` no convolution is run again. The batch statistics of a channel are taken once, when it is written,
-and serve every layer that reads it.
+``fused`` keeps F and every b; ``lean`` keeps F alone. z and a are rebuilt in the backward pass, in tiles that stay in the
+cache; in ``fused`` no convolution is run again. The batch statistics of a channel are taken once, when it is written, and
+serve every layer that reads it.
 
 Backward, with ``dz`` the masked gradient at a BatchNorm's output, its input's gradient is
 
@@ -20,13 +20,17 @@ level are vectors; they are summed over the layers that read a channel and appli
 use the gradient: one pass over the rows per layer instead of two.
 
 Since ``dW = dbᵀ z`` is there anyway, ``Σ_o W[o,c] dW[o,c] = Σ dz z = gamma dgamma + beta dbeta`` gives ``gamma dgamma``
-without a pass over the rows; where that cancels (gamma small against beta, half precision) or ``dW`` is not wanted,
+without a pass over the rows; where that cancels (gamma small against beta, half precision) or dW is not wanted,
 ``dgamma = r Σ dz (x - mean)`` is taken directly.
+
+What closes the block belongs to the function, so that G is the only block-sized gradient: a transition, with its pooling
+moved before its convolution (both are linear, and the product then has a quarter of the rows), or a final BN-ReLU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,25 +38,712 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch_norm import (
-    FeatureStatistics, FoldedNorm, RunningStatistics, Statistics, merge_statistics, move_running_statistics,
-    row_statistics, uses_batch_statistics,
+    NORMS, FeatureStatistics, FoldedNorm, Moments, Statistics, masked_gradient, move_running_statistics,
+    uses_batch_statistics,
 )  # fmt: skip
-from .neighbourhood import NeighbourhoodConv
+from .bottleneck import CONVOLUTIONS, is_hooked
+from .conv3x3 import ConvBackward, accumulate_product, conv_forward, forward_weight
 from .storage import FeatureBuffer, append, as_rows, channels_last_empty
-from .tiles import Scratch, image_tiles, row_tiles
+from .tiles import Scratch, row_tiles
 
-_masked = torch.ops.aten.threshold_backward.grad_input
+# gamma dgamma = Σ W dW - beta dbeta loses log2(|beta dbeta| / |gamma dgamma|) bits; beyond this ratio it is summed directly.
+LEAST_GAMMA_OVER_BETA = 0.02
 
 
 @dataclass(frozen=True)
 class NormCall:
-    """How one BatchNorm is to run in this forward; its affine parameters travel as tensors."""
+    """How one BatchNorm runs in this forward; its affine parameters travel as tensors."""
 
+    module: nn.Module  # its running statistics are read and moved in the forward pass only
     eps: float
-    batch: bool  # the batch's statistics, else the running ones
-    running: Statistics | None
+    batch: bool
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormCall:
-        batch = uses_batch_statistics(norm)
-        return cls(norm.eps, batch, None if batch else RunningStatistics(norm))
+        return cls(norm, norm.eps, uses_batch_statistics(norm))
+
+    def fold(self, gamma: Tensor, beta: Tensor, statistics: Statistics | None) -> FoldedNorm:
+        if statistics is None:
+            statistics = Statistics.running(self.module)
+        return FoldedNorm(gamma, beta, statistics, self.eps, self.batch)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One dense layer in this forward: BN-ReLU-conv1x1-BN-ReLU-conv3x3, or BN-ReLU-conv3x3 where ``norm2`` is None."""
+
+    norm1: NormCall
+    norm2: NormCall | None
+    drop_rate: float
+
+    @property
+    def num_parameters(self) -> int:
+        return 3 if self.norm2 is None else 6
+
+
+@dataclass(frozen=True)
+class TailCall:
+    """What closes the block: BN-ReLU, and with ``pool`` the pooling window of a transition's AvgPool ∘ conv1x1 behind it."""
+
+    norm: NormCall
+    pool: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    layers: tuple[LayerCall, ...]
+    tail: TailCall | None
+    keep_conv1: bool
+
+    def split(self, parameters: Sequence) -> tuple[list[Sequence], Sequence]:
+        """The parameters layer by layer, and the tail's: gamma, beta and weight of one norm and convolution after another."""
+        groups, start = [], 0
+        for layer in self.layers:
+            groups.append(parameters[start : start + layer.num_parameters])
+            start += layer.num_parameters
+        return groups, parameters[start:]
+
+
+def dense_block_reference(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], folded: _Kept) -> Tensor:
+    """The block and its tail by torch's own operations, with given statistics and dropout; differentiable any number of times.
+
+    Args:
+        x: ``(N, C_0, *spatial)``.
+        call: the layers.
+        parameters: as in :meth:`BlockCall.split`.
+        folded: what the forward pass left: running statistics where they were used, and the state dropout drew from.
+    """
+
+    def norm_relu(x: Tensor, norm: NormCall, gamma: Tensor, beta: Tensor, used: FoldedNorm) -> Tensor:
+        mean = var = None
+        if not norm.batch:
+            mean, var = used.mean.to(x.dtype), (used.r.square().reciprocal() - norm.eps).to(x.dtype)
+        return F.relu(F.batch_norm(x, mean, var, gamma, beta, norm.batch, 0.0, norm.eps))
+
+    conv = F.conv2d if x.dim() == 4 else F.conv3d
+    groups, tail_parameters = call.split(parameters)
+    features = [x]
+    for layer, p, kept in zip(call.layers, groups, folded.layers, strict=True):
+        y = norm_relu(torch.cat(features, 1), layer.norm1, *p[:2], kept.norm1)
+        if layer.norm2 is not None:
+            y = norm_relu(conv(y, p[2].to(x.dtype)), layer.norm2, *p[3:5], kept.norm2)
+        weight = p[-1].to(x.dtype)
+        y = conv(y, weight, padding=tuple(t // 2 for t in weight.shape[2:]))
+        if layer.drop_rate:
+            y = y * _dropout_noise(y.shape, y.dtype, y.device, layer.drop_rate, kept.random_state)
+        features.append(y)
+    out = torch.cat(features, 1)
+    if call.tail is not None:
+        out = norm_relu(out, call.tail.norm, *tail_parameters[:2], folded.tail)
+        if call.tail.pool is not None:
+            pool = F.avg_pool2d if x.dim() == 4 else F.avg_pool3d
+            out = pool(conv(out, tail_parameters[2].to(x.dtype)), call.tail.pool)
+    return out
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _dropout_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device, rate: float, state: Tensor | None) -> Tensor:
+    """Dropout's factors, 0 or 1 / (1 - rate), drawn in contiguous order as the plain layer does; again from a saved state."""
+    ones = torch.ones(shape, dtype=dtype, device=device)
+    if state is None:
+        return F.dropout(ones, rate)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.cuda.set_rng_state(state, device) if devices else torch.set_rng_state(state)
+        return F.dropout(ones, rate)
+
+
+@dataclass
+class _KeptLayer:
+    """What a layer's forward leaves besides tensors of the size of its features."""
+
+    norm1: FoldedNorm
+    norm2: FoldedNorm | None = None
+    conv1: Tensor | None = None
+    random_state: Tensor | None = None
+
+
+@dataclass
+class _Kept:
+    layers: list[_KeptLayer]
+    tail: FoldedNorm | None = None
+
+
+class _Pass:
+    """Geometry and working memory of one pass over a block's buffer."""
+
+    def __init__(self, features: Tensor):
+        self.features = features
+        self.rows = as_rows(features)
+        self.sizes = tuple(features.shape[2:])
+        self.image = math.prod(self.sizes)
+        self.dtype, self.device = features.dtype, features.device
+        self.scratch = Scratch(features.device)
+
+    def tiles(self, width: int) -> Iterator[slice]:
+        """Tiles of rows for a pass that works on ``width`` channels."""
+        return row_tiles(self.rows.shape[0], width * self.features.element_size(), self.device)
+
+    def image_tiles(self, width: int) -> Iterator[slice]:
+        """Tiles of whole images."""
+        return row_tiles(self.rows.shape[0], width * self.features.element_size(), self.device, unit=self.image)
+
+    def take(self, name: str, rows: int, width: int) -> Tensor:
+        return self.scratch.take(name, (rows, width), self.dtype)
+
+    def cast(self, weight: Tensor) -> Tensor:
+        return weight.to(self.dtype)
+
+
+def _conv1_forward(run: _Pass, x: Tensor, norm: FoldedNorm, weight: Tensor, out: Tensor, moments: Moments | None) -> None:
+    """``out = relu(norm(x)) W1ᵀ``."""
+    transposed = run.cast(weight).flatten(1).t().contiguous()
+    for tile in run.tiles(x.shape[1]):
+        z = norm.relu(x[tile], out=run.take("z", tile.stop - tile.start, x.shape[1]))
+        b = torch.mm(z, transposed, out=out[tile])
+        if moments is not None:
+            moments.add(b)
+
+
+def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: Sequence[Tensor], keep: bool):
+    """Fill the buffer behind its first ``channels`` channels; returns the block's output and what the backward needs."""
+    run = _Pass(buffer.tensor)
+    rows, count = run.rows, run.rows.shape[0]
+    statistics = FeatureStatistics(buffer.tensor)
+
+    def fold(norm: NormCall, gamma: Tensor, beta: Tensor, moments: Moments | None = None) -> FoldedNorm:
+        used = None
+        if norm.batch:
+            used = statistics.first(channels) if moments is None else moments.statistics()
+            move_running_statistics(norm.module, used, count)
+        return norm.fold(gamma, beta, used)
+
+    kept = _Kept([])
+    groups, tail_parameters = call.split(parameters)
+    for layer, p in zip(call.layers, groups, strict=True):
+        layer_kept = _KeptLayer(fold(layer.norm1, p[0], p[1]))
+        source, norm = rows[:, :channels], layer_kept.norm1
+        if layer.norm2 is not None:
+            width = p[2].shape[0]
+            if keep and call.keep_conv1:
+                b = layer_kept.conv1 = torch.empty((count, width), dtype=run.dtype, device=run.device)
+            else:
+                b = run.take("b", count, width)
+            moments = Moments() if layer.norm2.batch else None
+            _conv1_forward(run, source, norm, p[2], b, moments)
+            layer_kept.norm2 = fold(layer.norm2, p[3], p[4], moments)
+            source, norm = b, layer_kept.norm2
+
+        k, width = p[-1].shape[:2]
+        noise = None
+        if layer.drop_rate:
+            if keep:
+                layer_kept.random_state = _random_state(run.device)
+            shape = (run.features.shape[0], k, *run.sizes)
+            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, layer.drop_rate, None))
+        weight = forward_weight(run.cast(p[-1]))
+        for tile in run.image_tiles(width):
+            a = norm.relu(source[tile], out=run.take("a", tile.stop - tile.start, width))
+            y = conv_forward(a, weight, run.sizes, k)
+            out = rows[tile, channels : channels + k]
+            out.copy_(y) if noise is None else torch.mul(y, noise[tile], out=out)
+        channels += k
+        kept.layers.append(layer_kept)
+
+    if call.tail is None:
+        return buffer.first(channels), kept
+    kept.tail = fold(call.tail.norm, *tail_parameters[:2])
+    if call.tail.pool is None:
+        out = channels_last_empty(run.features, channels)
+        out_rows = as_rows(out)
+        for tile in run.tiles(channels):
+            kept.tail.relu(rows[tile], out=out_rows[tile])
+        return out, kept
+    pooling = _Pooling(run, call.tail.pool)
+    weight = run.cast(tail_parameters[2]).flatten(1).t() / pooling.window
+    out = torch.empty(
+        (run.features.shape[0], *pooling.sizes, weight.shape[1]), dtype=run.dtype, device=run.device
+    ).movedim(-1, 1)
+    out_rows = as_rows(out)
+    for tile in run.image_tiles(channels):
+        z = kept.tail.relu(rows[tile], out=run.take("z", tile.stop - tile.start, channels))
+        torch.mm(pooling.sums(z), weight, out=out_rows[pooling.pooled(tile)])
+    return out, kept
+
+
+class _Pooling:
+    """Average pooling without overlap on the rows of whole images, as sums; the division is folded into the weight."""
+
+    def __init__(self, run: _Pass, pool: tuple[int, ...]):
+        self._run, self._pool = run, pool
+        self.sizes = tuple(s // p for s, p in zip(run.sizes, pool, strict=True))
+        self.image = math.prod(self.sizes)
+        self.window = math.prod(pool)
+        self.covers_all = all(s % p == 0 for s, p in zip(run.sizes, pool, strict=True))
+
+    def pooled(self, tile: slice) -> slice:
+        """The rows of the pooled images that belong to a tile of whole images."""
+        image = self._run.image
+        return slice(tile.start // image * self.image, tile.stop // image * self.image)
+
+    def windows(self, z: Tensor) -> list[Tensor]:
+        """Views of the rows ``z``, one for every place in the window: ``(n, *pooled sizes, C)`` each."""
+        views = [z.view(-1, *self._run.sizes, z.shape[1])]
+        for dim, (size, step) in enumerate(zip(self.sizes, self._pool, strict=True), start=1):
+            views = [
+                v.narrow(dim, 0, size * step).unflatten(dim, (size, step)).select(dim + 1, place)
+                for v in views
+                for place in range(step)
+            ]
+        return views
+
+    def sums(self, z: Tensor) -> Tensor:
+        """The sum over each window, as rows."""
+        first, *others = self.windows(z)
+        if not others:
+            return z
+        sums = self._run.take("pooled", first[..., 0].numel(), z.shape[1])
+        images = sums.view(first.shape)
+        torch.add(first, others[0], out=images)
+        for other in others[1:]:
+            images.add_(other)
+        return sums
+
+    def mask_gradient(self, dp: Tensor, z: Tensor) -> Tensor:
+        """``dz`` in the place of ``z``: the gradient of each window's sum where z is positive, else zero."""
+        if not self.covers_all:
+            rest = z.view(-1, *self._run.sizes, z.shape[1])
+            for dim, (size, step) in enumerate(zip(self.sizes, self._pool, strict=True), start=1):
+                rest.narrow(dim, size * step, rest.shape[dim] - size * step).zero_()
+        windows = self.windows(z)
+        dp = dp.view(windows[0].shape)
+        for window in windows:
+            masked_gradient(dp, window, 0, grad_input=window)
+        return z
+
+
+class _GradientSums:
+    """``dbeta`` and ``gamma dgamma`` of one BatchNorm, summed over the tiles."""
+
+    def __init__(self, run: _Pass, norm: FoldedNorm, has_weight_gradient: bool):
+        self._run, self._norm = run, norm
+        self.dbeta = torch.zeros_like(norm.mean)
+        self._direct = None
+        if not (has_weight_gradient and _short_cut_is_accurate(run, norm)):
+            self._direct = torch.zeros_like(norm.mean)
+
+    def add(self, dz: Tensor, x: Tensor) -> None:
+        """A tile's masked gradient, and the rows the norm read."""
+        self.dbeta += dz.sum(0, dtype=self.dbeta.dtype)
+        if self._direct is not None:
+            centred = self._run.scratch.take("centred", dz.shape, self.dbeta.dtype)
+            self._direct += torch.sub(x, self._norm.mean, out=centred).mul_(dz).sum(0)
+
+    def finish(self, product: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``dgamma`` and ``gamma dgamma``, given ``Σ W dW`` per channel for the short cut."""
+        gamma = self._norm.gamma
+        if self._direct is not None:
+            dgamma = self._direct.mul_(self._norm.r)
+            return dgamma, gamma * dgamma
+        gamma_dgamma = product.addcmul(self._norm.beta, self.dbeta, value=-1)
+        return gamma_dgamma / gamma, gamma_dgamma
+
+
+def _short_cut_is_accurate(run: _Pass, norm: FoldedNorm) -> bool:
+    # On an accelerator the question would wait for the device, and the direct sums cost it little.
+    if run.device.type != "cpu" or run.dtype not in (torch.float32, torch.float64):
+        return False
+    return bool((norm.gamma.abs() > norm.beta.abs() * LEAST_GAMMA_OVER_BETA).all())
+
+
+class _Backward:
+    """The backward pass of one block, from its tail to its first layer.
+
+    Args:
+        features: F, as the forward pass left it.
+        channels: C_0.
+        call: the layers.
+        parameters: their tensors.
+        kept: what the forward pass left.
+        needed: for the input and for every parameter, whether its gradient is wanted.
+    """
+
+    def __init__(self, features, channels, call, parameters, kept, needed):
+        self.run = _Pass(features)
+        self.call, self.kept = call, kept
+        self.groups, self.tail_parameters = call.split(parameters)
+        self.needs, self.tail_needs = call.split(needed[1:])
+        # Gradients of features are wanted from the first one that depends on something trainable: the input, or the
+        # output of the first layer with a parameter to train. Columns before it have no place in G.
+        self.first = 0
+        starts = [channels]
+        for p in self.groups:
+            starts.append(starts[-1] + p[-1].shape[0])
+        self.starts = starts
+        if not needed[0]:
+            trainable = [start for start, need in zip(starts, self.needs, strict=False) if any(need)]
+            self.first = trainable[0] if trainable else starts[-1]
+        total = starts[-1]
+        self.G = channels_last_empty(features, total - self.first)
+        self.g_rows = as_rows(self.G)
+        dtype = torch.promote_types(features.dtype, torch.float32)
+        self.slope = torch.zeros(total, dtype=dtype, device=features.device)
+        self.level = torch.zeros_like(self.slope)
+
+    def gradient(self, columns: slice) -> Tensor:
+        return self.g_rows[:, columns.start - self.first : columns.stop - self.first]
+
+    def defer(self, norm: FoldedNorm, sums: _GradientSums, gamma_dgamma: Tensor) -> None:
+        """Note BatchNorm's correction for the channels it read; :meth:`corrected` applies it."""
+        if norm.batch:
+            slope, level = norm.correction(sums.dbeta, gamma_dgamma, self.run.rows.shape[0])
+            self.slope[: slope.shape[0]] += slope
+            self.level[: level.shape[0]] += level
+
+    def corrected(self, columns: slice, tile: slice, shape: tuple[int, ...] | None, out: Tensor) -> Tensor:
+        """The complete gradient of some channels, all of whose readers are done: ``G + slope F + level``."""
+        x, g = self.run.rows[tile, columns], self.gradient(columns)[tile]
+        if shape is not None:
+            x, g = x.view(shape), g.view(shape)
+        return torch.addcmul(self.level[columns], x, self.slope[columns], out=out).add_(g)
+
+    def tail(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Fill G from the gradient of what the tail gave; returns the tail's parameter gradients."""
+        run, call, total = self.run, self.call.tail, self.starts[-1]
+        if call is None:
+            self.G.copy_(grad[:, self.first :])
+            return ()
+        norm = self.kept.tail
+        need_gamma, need_beta, *need_weight = self.tail_needs
+        need_dx = self.first < total
+        grad_rows = as_rows(grad)
+        pooling = None
+        dw = None
+        if call.pool is not None:
+            pooling = _Pooling(run, call.pool)
+            weight = run.cast(self.tail_parameters[2]).flatten(1) / pooling.window
+            if need_weight[0]:
+                dw = torch.zeros_like(weight, dtype=self.slope.dtype)
+        need_sums = need_gamma or need_beta or (need_dx and norm.batch)
+        sums = _GradientSums(run, norm, dw is not None) if need_sums else None
+        for tile in run.image_tiles(total):
+            x = run.rows[tile]
+            z = norm.relu(x, out=run.take("z", x.shape[0], total))
+            if pooling is None:
+                dz = masked_gradient(grad_rows[tile], z, 0, grad_input=z)
+            else:
+                dout = grad_rows[pooling.pooled(tile)]
+                if dw is not None:
+                    accumulate_product(dw, dout.t(), pooling.sums(z))
+                if not (need_sums or need_dx):
+                    continue
+                dp = torch.mm(dout, weight, out=run.take("dz", dout.shape[0], total))
+                dz = pooling.mask_gradient(dp, z)
+            if sums is not None:
+                sums.add(dz, x)
+            if need_dx:
+                torch.mul(dz[:, self.first :], norm.scale[self.first :], out=self.g_rows[tile])
+        gradients = [None, None]
+        if sums is not None:
+            dgamma, gamma_dgamma = sums.finish(None if dw is None else (dw * weight).sum(0))
+            gradients = [dgamma if need_gamma else None, sums.dbeta if need_beta else None]
+            if need_dx:
+                self.defer(norm, sums, gamma_dgamma)
+        if pooling is not None:
+            gradients.append(None if dw is None else (dw / pooling.window).view_as(self.tail_parameters[2]))
+        return tuple(gradients)
+
+    def layer(self, i: int) -> tuple[Tensor | None, ...]:
+        """One layer, all of whose readers are done: add into G what it gives to its input; returns its parameter gradients."""
+        run, call, kept, p = self.run, self.call.layers[i], self.kept.layers[i], self.groups[i]
+        start, stop = self.starts[i], self.starts[i + 1]
+        need_dx = self.first < start
+        need = list(self.needs[i])
+        if not (need_dx or any(need)):
+            return (None,) * len(need)
+        if call.norm2 is None:
+            return self._neighbourhood(i, run.rows[:, :start], kept.norm1, p, need, need_dx, sink=None)
+
+        width = p[2].shape[0]
+        b = kept.conv1
+        if b is None:
+            b = run.take("b", run.rows.shape[0], width)
+            _conv1_forward(run, run.rows[:, :start], kept.norm1, p[2], b, None)
+        need_db = need_dx or any(need[:3])
+        da = run.take("da", run.rows.shape[0], width) if need_db else None
+        second = self._neighbourhood(i, b, kept.norm2, p[3:], need[3:], need_db, sink=da)
+        first = self._conv1(start, kept.norm1, p[:3], need[:3], need_dx, kept.norm2, b, da) if need_db else (None,) * 3
+        return first + second
+
+    def _neighbourhood(self, i, source, norm, p, need, need_dx, sink) -> tuple[Tensor | None, ...]:
+        """``conv3x3(relu(norm(source)))`` backwards.
+
+        ``scale dz`` is added into G where ``sink`` is None (the source is the buffer itself); else ``dz`` is written to
+        it, and left there corrected for :meth:`_conv1` are ``self.slope2, self.level2``.
+        """
+        run, call = self.run, self.call.layers[i]
+        gamma, beta, weight = p
+        need_gamma, need_beta, need_weight = need
+        columns = slice(self.starts[i], self.starts[i + 1])
+        k, width = weight.shape[:2]
+        need_sums = need_gamma or need_beta or (need_dx and norm.batch)
+        need_input = need_sums or need_dx
+        conv = ConvBackward(run.cast(weight), run.sizes, run.scratch, need_input, need_weight)
+        sums = _GradientSums(run, norm, need_weight) if need_sums else None
+        noise = None
+        if call.drop_rate:
+            shape = (run.features.shape[0], k, *run.sizes)
+            state = self.kept.layers[i].random_state
+            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, call.drop_rate, state))
+        for tile in run.image_tiles(width):
+            x = source[tile]
+            n = x.shape[0] // run.image
+            dy, inside = conv.bordered(n)
+            self.corrected(columns, tile, (n, *run.sizes, k), out=inside)
+            if noise is not None:
+                inside.mul_(noise[tile].view(inside.shape))
+            a = norm.relu(x, out=run.take("a", x.shape[0], width))
+            if need_weight:
+                conv.add_weight(dy, a)
+            if not need_input:
+                continue
+            da = conv.input(dy)
+            dz = masked_gradient(da, a, 0, grad_input=a if sink is None else sink[tile])
+            if sums is not None:
+                sums.add(dz, x)
+            if sink is None and need_dx:
+                self.gradient(slice(self.first, width))[tile].addcmul_(dz[:, self.first :], norm.scale[self.first :])
+        dweight = conv.weight() if need_weight else None
+        dgamma = gamma_dgamma = None
+        if sums is not None:
+            product = None
+            if need_weight:
+                product = (dweight * weight).sum(tuple(d for d in range(weight.dim()) if d != 1))
+            dgamma, gamma_dgamma = sums.finish(product)
+            if need_dx:
+                if sink is None:
+                    self.defer(norm, sums, gamma_dgamma)
+                elif norm.batch:
+                    self.correction2 = norm.correction(sums.dbeta, gamma_dgamma, run.rows.shape[0])
+        return dgamma if need_gamma else None, sums.dbeta if need_beta else None, dweight
+
+    def _conv1(self, start, norm, p, need, need_dx, norm2, b, da) -> tuple[Tensor | None, ...]:
+        """``conv1x1(relu(norm(X)))`` backwards, from ``da``, the masked gradient at the second BatchNorm's output."""
+        run = self.run
+        gamma, beta, weight = p
+        need_gamma, need_beta, need_weight = need
+        need_sums = need_gamma or need_beta or (need_dx and norm.batch)
+        matrix = run.cast(weight).flatten(1)
+        transposed = matrix.t().contiguous()
+        dw = torch.zeros_like(transposed, dtype=self.slope.dtype) if need_weight else None
+        sums = _GradientSums(run, norm, need_weight) if need_sums else None
+        width, first = matrix.shape[0], self.first
+        g = self.gradient(slice(first, start)) if need_dx else None
+        for tile in run.tiles(start):
+            x = run.rows[tile, :start]
+            db = run.take("db", x.shape[0], width)
+            if norm2.batch:
+                slope, level = self.correction2
+                torch.addcmul(level, b[tile], slope, out=db).addcmul_(da[tile], norm2.scale)
+            else:
+                torch.mul(da[tile], norm2.scale, out=db)
+            z = norm.relu(x, out=run.take("z", x.shape[0], start))
+            if need_weight:
+                accumulate_product(dw, z.t(), db)
+            if not (need_sums or need_dx):
+                continue
+            dz = torch.mm(db, transposed.t(), out=run.take("dz", x.shape[0], start))
+            masked_gradient(dz, z, 0, grad_input=dz)
+            if sums is not None:
+                sums.add(dz, x)
+            if need_dx:
+                g[tile].addcmul_(dz[:, first:], norm.scale[first:])
+        dgamma = None
+        if sums is not None:
+            product = (dw * transposed).sum(1) if need_weight else None
+            dgamma, gamma_dgamma = sums.finish(product)
+            if need_dx:
+                self.defer(norm, sums, gamma_dgamma)
+        return (
+            dgamma if need_gamma else None,
+            sums.dbeta if need_beta else None,
+            dw.t().reshape(weight.shape) if need_weight else None,
+        )
+
+    def input(self) -> Tensor:
+        """The complete gradient of the block's input."""
+        columns = slice(0, self.starts[0])
+        dx = channels_last_empty(self.run.features, columns.stop)
+        out = as_rows(dx)
+        for tile in self.run.tiles(columns.stop):
+            self.corrected(columns, tile, None, out=out[tile])
+        return dx
+
+
+class _DenseBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, buffer, call, *parameters):
+        with torch.autocast(x.device.type, enabled=False):
+            out, kept = _forward(buffer, x.shape[1], call, parameters, keep=True)
+        conv1 = [layer.conv1 for layer in kept.layers]
+        for layer in kept.layers:
+            layer.conv1 = None  # saved as tensors, where hooks on saved tensors see them
+        # The finished block leaves the library's hands as an output. Whoever edits it in place edits what the backward
+        # pass reads; kept as a saved tensor, autograd notices.
+        exposed = out if call.tail is None else None
+        ctx.save_for_backward(x, buffer.tensor, exposed, *parameters, *conv1)
+        ctx.call, ctx.kept = call, kept
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, features, _, *saved = ctx.saved_tensors
+        layers = ctx.kept.layers
+        parameters, conv1 = saved[: -len(layers)], saved[-len(layers) :]
+        needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
+        if torch.is_grad_enabled():  # create_graph: rebuild the block with plain autograd and differentiate that
+            with torch.autocast(x.device.type, enabled=False):
+                out = dense_block_reference(x, ctx.call, parameters, ctx.kept)
+            wanted = [t for t, need in zip((x, *parameters), needed, strict=True) if need]
+            grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=True, allow_unused=True))
+            dx, *rest = (next(grads) if need else None for need in needed)
+            return dx, None, None, *rest
+
+        kept = _Kept(
+            [_KeptLayer(k.norm1, k.norm2, b, k.random_state) for k, b in zip(layers, conv1, strict=True)], ctx.kept.tail
+        )
+        with torch.autocast(x.device.type, enabled=False):
+            run = _Backward(features, x.shape[1], ctx.call, parameters, kept, needed)
+            tail = run.tail(grad)
+            rest = []
+            for i in reversed(range(len(layers))):
+                rest[:0] = run.layer(i)
+            dx = run.input() if needed[0] else None
+        gradients = [
+            None if g is None else g.to(p.dtype) for g, p in zip((*rest, *tail), parameters, strict=True)
+        ]
+        return dx, None, None, *gradients
+
+
+def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """A dense block and its tail as one function; equivalent to :func:`dense_block_reference`.
+
+    Args:
+        x: the block's input.
+        call: its layers and tail, and whether conv1's outputs are kept (fused) or rebuilt (lean).
+        parameters: gamma, beta, weight of every norm and convolution, in order.
+        dtype: what the features are stored and the products computed in.
+
+    Shape:
+        - x: ``(N, C_0, H, W)`` or ``(N, C_0, D, H, W)``
+        - returns: ``(N, C_0 + L k, …)``, or what the tail makes of it
+    """
+    groups, _ = call.split(parameters)
+    buffer = FeatureBuffer(x, x.shape[1] + sum(p[-1].shape[0] for p in groups), dtype)
+    first = append(None, x, buffer)
+    if torch.is_grad_enabled() and (first.requires_grad or any(p.requires_grad for p in parameters)):
+        return _DenseBlock.apply(first, buffer, call, *parameters)
+    with torch.autocast(x.device.type, enabled=False):
+        return _forward(buffer, x.shape[1], call, parameters, keep=False)[0]
+
+
+# From modules to calls
+
+
+def why_not_fused(layer: nn.Module) -> str:
+    """Why the block function cannot speak for a dense layer, or an empty string where it can."""
+    if is_hooked(layer):
+        return "it has hooks"
+    if why := _why_other_norm(layer, "norm1") or _why_other(layer, "relu1", RELUS):
+        return why
+    if not hasattr(layer, "conv2"):
+        return _why_other_conv(layer, "conv1", 3)
+    return (
+        _why_other_conv(layer, "conv1", 1)
+        or _why_other_norm(layer, "norm2")
+        or _why_other(layer, "relu2", RELUS)
+        or _why_other_conv(layer, "conv2", 3)
+    )
+
+
+def why_no_tail(transition: nn.Module) -> str:
+    """Why the block function cannot take in this transition, or an empty string where it can."""
+    if is_hooked(transition):
+        return "it has hooks"
+    return (
+        _why_other_norm(transition, "norm")
+        or _why_other(transition, "relu", RELUS)
+        or _why_other_conv(transition, "conv", 1)
+        or _why_other(transition, "pool", AVERAGE_POOLS)
+        or ("" if _is_plain_halving(transition.pool) else "pool has another window")
+    )
+
+
+RELUS = (nn.ReLU,)
+AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+PLAIN_TENSORS = (nn.Parameter, Tensor)
+
+
+def _is_plain_halving(pool: nn.Module) -> bool:
+    def all_are(value: int | tuple[int, ...], wanted: int) -> bool:
+        return all(v == wanted for v in (value if isinstance(value, tuple) else (value,)))
+
+    return (
+        all_are(pool.kernel_size, 2)
+        and all_are(pool.stride, 2)
+        and all_are(pool.padding, 0)
+        and not pool.ceil_mode
+        and getattr(pool, "divisor_override", None) is None
+    )
+
+
+def _why_other(parent: nn.Module, name: str, types: tuple[type, ...]) -> str:
+    module = getattr(parent, name)
+    if type(module) not in types:
+        return f"{name} is a {type(module).__name__}"
+    return f"{name} has hooks" if is_hooked(module) else ""
+
+
+def _why_other_norm(parent: nn.Module, name: str) -> str:
+    return why_other_norm(getattr(parent, name), name)
+
+
+def why_other_norm(norm: nn.Module, name: str) -> str:
+    """Why a module is not a BatchNorm the functions here can stand for, or an empty string."""
+    if type(norm) not in NORMS:
+        return f"{name} is a {type(norm).__name__}"
+    if is_hooked(norm):
+        return f"{name} has hooks"
+    if type(norm.weight) not in PLAIN_TENSORS or type(norm.bias) not in PLAIN_TENSORS:
+        return f"{name} has no plain affine parameters"
+    return ""
+
+
+def _why_other_conv(parent: nn.Module, name: str, kernel: int) -> str:
+    conv = getattr(parent, name)
+    if why := _why_other(parent, name, tuple(CONVOLUTIONS)):
+        return why
+    if type(conv.weight) not in PLAIN_TENSORS:
+        return f"{name} has no plain weight"
+    plain = (
+        conv.bias is None
+        and conv.padding_mode == "zeros"
+        and set(conv.kernel_size) == {kernel}
+        and set(conv.padding) == {kernel // 2}
+        and set(conv.stride) == set(conv.dilation) == {conv.groups} == {1}
+    )
+    return "" if plain else f"{name} is not a plain {kernel}x{kernel} convolution"
+
+
+def layer_call(layer: nn.Module) -> tuple[LayerCall, list[Tensor]]:
+    """How a dense layer runs just now, and its parameters."""
+    drop_rate = layer.drop_rate if layer.training else 0.0
+    parameters = [layer.norm1.weight, layer.norm1.bias, layer.conv1.weight]
+    norm2 = None
+    if hasattr(layer, "conv2"):
+        norm2 = NormCall.of(layer.norm2)
+        parameters += [layer.norm2.weight, layer.norm2.bias, layer.conv2.weight]
+    return LayerCall(NormCall.of(layer.norm1), norm2, drop_rate), parameters
