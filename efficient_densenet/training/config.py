@@ -1,0 +1,191 @@
+"""The command line: python-fire fills in a frozen, checked :class:`Config`, and nothing else has happened by then."""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import inspect
+import io
+import math
+import sys
+import types
+import typing
+from dataclasses import dataclass
+
+import fire
+
+
+class UsageError(ValueError):
+    """A mistake of the person at the keyboard: shown as one line, exit code 2, before any work."""
+
+
+class RunError(RuntimeError):
+    """A fault that ends a run and that one line explains: an unreadable image, a full disk, a loss that is not finite."""
+
+
+def _flag(default, choices=(), **bounds):
+    """A field of :class:`Config`. ``bounds``: ``at_least``, ``above``, ``at_most``, ``below``."""
+    return dataclasses.field(default=default, metadata={"choices": choices, "bounds": bounds})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Train a DenseNet in a fraction of the memory, with the same numbers.
+
+    Batch size and learning rate are per GPU (or process): the global batch is batch_size x GPUs, the
+    learning rate lr x GPUs. Several GPUs: torchrun --nproc_per_node=N demo.py [flags].
+
+    Args:
+        efficient: How dense blocks use memory: False or "naive" (plain autograd), "checkpoint", ..., True or "auto"
+            (the best one available). All compute the same numbers.
+        data: Folder of the data set; what can be downloaded is put there.
+        dataset: cifar10, cifar100, svhn, fashion_mnist, imagefolder (class folders under train/ and test/ or val/),
+            digits (ships with scikit-learn), or auto, which is cifar10 if it is there or can be downloaded, and digits
+            if not, unless --data is given.
+        image_size: Resize images to this many pixels; from 128 on, training takes random resized crops.
+        save: Folder of the results. Default: ./results/<date-time>.
+        overwrite: Replace the results that --save already holds.
+        depth: Depth of the DenseNet-BC: 4 more than a multiple of 6, e.g. 40, 100, 190, 250.
+        growth_rate: Features that each layer adds.
+        compression: Share of the features that a transition keeps, 0 to 1.
+        drop_rate: Dropout after each layer.
+        model: An ImageNet shape instead of a depth: densenet121, densenet161, densenet169, densenet201, densenet264.
+        n_epochs: Passes over the training set.
+        batch_size: Images per GPU and step.
+        lr: Learning rate per GPU.
+        wd: Weight decay.
+        momentum: Nesterov momentum.
+        lr_scaling: How the rate grows with the number of GPUs: linear, sqrt or none.
+        schedule: multistep (to a tenth after 50 % and again after 75 % of the epochs) or cosine.
+        warmup_epochs: Epochs of rising rate. Default: 5 when the rate is scaled up, else 0.
+        valid_size: Training images held out to choose the best weights. Default: 5000, at most a tenth of them.
+        seed: Seed of split, weights, order and augmentation. Default: drawn, and written to config.json.
+        num_workers: Processes that load images, per GPU. Default: the CPUs per GPU, at most 8.
+        device: auto, cpu, cuda or cuda:N.
+        parallel: auto, ddp (under torchrun), dp (DataParallel, without it) or none.
+        progress: Show a progress bar. Default: on a terminal.
+        max_steps: At most so many training steps in each epoch, for trying things out.
+    """
+
+    efficient: bool | str = _flag(True)
+    data: str = _flag("./data")
+    dataset: str = _flag(
+        "auto", choices=("auto", "cifar10", "cifar100", "svhn", "fashion_mnist", "imagefolder", "digits")
+    )
+    image_size: int | None = _flag(None, at_least=1)
+    save: str | None = _flag(None)
+    overwrite: bool = _flag(False)
+    depth: int = _flag(100, at_least=1)
+    growth_rate: int = _flag(12, at_least=1)
+    compression: float = _flag(0.5, above=0, at_most=1)
+    drop_rate: float = _flag(0.0, at_least=0, below=1)
+    model: str | None = _flag(
+        None, choices=("densenet121", "densenet161", "densenet169", "densenet201", "densenet264")
+    )
+    n_epochs: int = _flag(300, at_least=1)
+    batch_size: int = _flag(64, at_least=1)
+    lr: float = _flag(0.1, above=0)
+    wd: float = _flag(1e-4, at_least=0)
+    momentum: float = _flag(0.9, at_least=0, below=1)
+    lr_scaling: str = _flag("linear", choices=("linear", "sqrt", "none"))
+    schedule: str = _flag("multistep", choices=("multistep", "cosine"))
+    warmup_epochs: int | None = _flag(None, at_least=0)
+    valid_size: int | None = _flag(None, at_least=0)
+    seed: int | None = _flag(None, at_least=0, below=2**32)
+    num_workers: int | None = _flag(None, at_least=0)
+    device: str = _flag("auto")
+    parallel: str = _flag("auto", choices=("auto", "ddp", "dp", "none"))
+    progress: bool | None = _flag(None)
+    max_steps: int | None = _flag(None, at_least=1)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = _checked(field, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+
+
+def _checked(field, value):
+    """The value in the field's type, or a :class:`UsageError` that says what would do."""
+    types_ = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+    if float in types_ and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) not in types_:
+        names = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
+        raise UsageError(f"--{field.name} {value}: expected {' or '.join(names[kind] for kind in types_)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"--{field.name} {value}: expected a finite number")
+    choices, bounds = field.metadata["choices"], field.metadata["bounds"]
+    if value is not None and choices and value not in choices:
+        raise UsageError(f"--{field.name} {value}: expected one of {', '.join(choices)}")
+    holds = {
+        "at_least": lambda bound: value >= bound,
+        "above": lambda bound: value > bound,
+        "at_most": lambda bound: value <= bound,
+        "below": lambda bound: value < bound,
+    }
+    if value is not None and not all(holds[name](bound) for name, bound in bounds.items()):
+        wanted = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items())
+        raise UsageError(f"--{field.name} {value}: must be {wanted}")
+    return value
+
+
+def parse_flags(arguments):
+    """Turns command-line arguments into a :class:`Config`.
+
+    Fire calls a function as soon as it has its arguments and complains about what is left over afterwards; here that
+    function only notes them, so a misspelt flag is refused before anything runs.
+
+    Args:
+        arguments: The arguments as in ``sys.argv[1:]``. ``--help`` prints the flags and exits.
+
+    Raises:
+        UsageError: An unknown flag, or a value that a flag does not take.
+    """
+    given = {}
+
+    def note(**flags):
+        given.update(flags)
+
+    note.__signature__ = inspect.signature(Config)
+    note.__doc__ = Config.__doc__
+    if not {"-h", "--help"} & set(arguments):  # the marks that parsers leave on a function would show in its help
+        if "--" in arguments:
+            raise UsageError("unexpected argument '--': every setting is a flag, --name value")
+        texts = [field.name for field in dataclasses.fields(Config) if field.type in (str, str | None)]
+        fire.decorators.SetParseFns(**{name: functools.partial(_text, name) for name in texts})(note)
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            fire.Fire(note, list(arguments), name="demo.py")
+    except fire.core.FireExit as stop:
+        if stop.code == 0:  # --help, below a line about how Fire got there
+            print(messages.getvalue().partition("\n\n")[2].rstrip())
+            sys.exit(0)
+        raise UsageError(_explain(messages.getvalue())) from None
+
+    fixed = [name for name in ("depth", "growth_rate", "compression") if name in given]
+    if given.get("model") is not None and fixed:
+        raise UsageError(f"--{fixed[0]} does not go with --model {given['model']}, whose shape is fixed")
+    if "data" in given and given.get("dataset", "auto") == "auto":  # someone who names a folder wants what is in it
+        given["dataset"] = "cifar10"
+    return Config(**given)
+
+
+def _text(name, value):
+    """A flag's value as typed (Fire would read 2024 as a number), where Fire's ``True`` means that none was typed."""
+    if value == "True":
+        raise UsageError(f"--{name} needs a value")
+    return None if value == "None" else value
+
+
+def _explain(message):
+    """One line for what Fire refused, with the flag that was probably meant."""
+    line = next((line for line in message.splitlines() if line.startswith("ERROR: ")), message).removeprefix("ERROR: ")
+    unknown = line.removeprefix("Could not consume arg: ")
+    if unknown == line:
+        return line
+    if not unknown.startswith("-"):
+        return f"unexpected argument {unknown!r}: every setting is a flag, --name value"
+    names = [field.name for field in dataclasses.fields(Config)]
+    near = difflib.get_close_matches(unknown.lstrip("-").partition("=")[0].replace("-", "_"), names, n=1)
+    return f"unknown flag {unknown}" + (f", did you mean --{near[0]}?" if near else "; --help lists the flags")

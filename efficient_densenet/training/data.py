@@ -1,0 +1,368 @@
+"""The data sets, and the batches that each process draws from them."""
+
+import contextlib
+import gzip
+import math
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torchvision import datasets, transforms
+
+from .config import RunError, UsageError
+from .distributed import cpus_per_process
+
+CONNECT_SECONDS = 10  # a network that has not answered by then is taken for none
+_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Mean and standard deviation of each channel in the training set, and whether a mirrored image is still of its class.
+_FACTS = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), True),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), True),
+    "svhn": ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970), False),
+    "fashion_mnist": ((0.2860,), (0.3530,), True),
+    "imagefolder": (*_IMAGENET, True),
+    "digits": ((0.3055,) * 3, (0.3235,) * 3, False),
+}
+_FASHION_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Images for training, validation (None without) and test, and what the model has to know of them.
+
+    Attributes:
+        facts: What config.json says of the data: its name, why it was chosen, sizes, and how an image becomes an input.
+    """
+
+    train: Dataset
+    valid: Dataset | None
+    test: Dataset
+    num_classes: int
+    in_channels: int
+    facts: dict
+
+
+class Images(Dataset):
+    """A selection of a data set's images, as normalised tensors.
+
+    An image is asked for by its number, or by number and a seed: all that is random in its augmentation comes from that
+    seed, so a run can be repeated, and continued, with any number of worker processes.
+    """
+
+    def __init__(self, source, indices, transform):
+        self.source, self.indices, self.transform = source, indices, transform
+
+    def __len__(self):
+        return len(self.indices)
+
+    def __getitem__(self, key):
+        index, seed = key if isinstance(key, tuple) else (key, None)
+        image, label = self.source[self.indices[index]]
+        if seed is None:
+            return self.transform(image), label
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(seed)
+            return self.transform(image), label
+
+
+class TrainSampler(Sampler):
+    """This rank's share of an epoch, newly shuffled in every epoch, with a seed for each image's augmentation.
+
+    Every rank gets equally many images; where they do not come out even, torch's ``DistributedSampler`` repeats some.
+
+    Args:
+        size: Images in the training set.
+        world: The processes that share them.
+        seed: With the epoch, all that the order depends on.
+        limit: At most so many images per rank and epoch.
+    """
+
+    def __init__(self, size, world, seed, limit=None):
+        self._order = DistributedSampler(range(size), world.size, world.rank, shuffle=True, seed=seed)
+        self._size, self._seed, self._first = size, seed, 0
+        self.images = min(self._order.num_samples, limit or math.inf)
+
+    def set_epoch(self, epoch, first=0):
+        """Chooses the epoch, and the image to start it at."""
+        self._order.set_epoch(epoch)
+        self._first = first
+
+    def __len__(self):
+        return self.images - self._first
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self._seed + self._order.epoch)
+        seeds = torch.randint(2**62, (self._size,), generator=generator).tolist()
+        for index in list(self._order)[self._first : self.images]:
+            yield index, seeds[index]
+
+
+class EvalSampler(Sampler):
+    """This rank's share of a data set for evaluation: over all ranks every image exactly once, for some ranks maybe none."""
+
+    def __init__(self, size, world):
+        self._share = range(world.rank, size, world.size)
+
+    def __len__(self):
+        return len(self._share)
+
+    def __iter__(self):
+        return iter(self._share)
+
+
+def load(config, world, seed):
+    """Finds, downloads if needed, splits and prepares the data set.
+
+    One process at a time downloads: rank 0, then one on every other machine (which finds the files if the disk is shared).
+
+    Args:
+        config: The flags.
+        world: The processes; all of them call this.
+        seed: Which training images are held out for validation. The test images never depend on it.
+
+    Raises:
+        UsageError: The data are not there and cannot be had, or do not fit the flags.
+    """
+    name, note = world.on_main(lambda: _choose(config))
+    train, test = world.together(
+        (world.rank == 0, lambda: _open(name, config.data, download=True)),
+        (world.rank > 0 and world.local_rank == 0, lambda: _open(name, config.data, download=True)),
+        (world.local_rank > 0, lambda: _open(name, config.data, download=False)),
+    )
+
+    held_out = min(5000, len(train) // 10) if config.valid_size is None else config.valid_size
+    if held_out >= len(train):
+        raise UsageError(f"--valid_size {held_out}: {name} has {len(train)} training images, some must remain to train on")
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
+    mean, std, flip = _FACTS[name]
+    width, height = world.on_main(lambda: train[0][0].size) if config.image_size is None else (config.image_size,) * 2
+    for source in (train, test):
+        if isinstance(source, _Folder) and config.image_size is None:
+            source.size = (width, height)
+    augment, prepare = _transforms(config.image_size, (height, width), mean, std, flip)
+    facts = {
+        "name": name,
+        "note": note,
+        "train_images": len(train) - held_out,
+        "valid_images": held_out,
+        "test_images": len(test),
+        "classes": list(train.classes),
+        "image_size": [height, width],
+        "mean": list(mean),
+        "std": list(std),
+    }
+    return Data(
+        train=Images(train, sorted(order[held_out:]), augment),
+        valid=Images(train, sorted(order[:held_out]), prepare) if held_out else None,
+        test=Images(test, range(len(test)), prepare),
+        num_classes=len(train.classes),
+        in_channels=len(mean),
+        facts=facts,
+    )
+
+
+def batches(images, sampler, config, world):
+    """The batches of one rank, loaded by worker processes that live as long as the run."""
+    workers = min(8, cpus_per_process()) if config.num_workers is None else config.num_workers
+    return DataLoader(
+        images,
+        batch_size=config.batch_size * world.gpus,
+        sampler=sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=world.device.type == "cuda",
+        generator=torch.Generator(),  # the loader draws from it, and must leave the model's random numbers alone
+    )
+
+
+def _transforms(image_size, size, mean, std, flip):
+    """How an image becomes a tensor: in training (padded crop, mirrored where that makes sense), and in evaluation.
+
+    The paper's augmentation: a shift by up to an eighth (4 of 32 pixels), or, from ``image_size`` 128 on, the random
+    resized crop of ImageNet training with the centre crop that belongs to it.
+    """
+    to_tensor = [transforms.ToTensor(), transforms.Normalize(mean, std)]
+    mirror = [transforms.RandomHorizontalFlip()] if flip else []
+    if image_size is not None and image_size >= 128:
+        resized = [transforms.RandomResizedCrop(image_size)]
+        prepared = [transforms.Resize(image_size * 8 // 7), transforms.CenterCrop(image_size)]
+    else:
+        prepared = [transforms.Resize(image_size), transforms.CenterCrop(image_size)] if image_size is not None else []
+        resized = [*prepared, transforms.RandomCrop(size, padding=max(size) // 8)]
+    return transforms.Compose([*resized, *mirror, *to_tensor]), transforms.Compose([*prepared, *to_tensor])
+
+
+def _choose(config):
+    """The data set that will be used, and why where the flags left it open."""
+    if config.dataset != "auto":
+        return config.dataset, None
+    try:
+        _torchvision("cifar10", config.data, download=True)
+    except UsageError as error:
+        return "digits", str(error).removeprefix("--dataset cifar10: ")
+    return "cifar10", None
+
+
+def _open(name, folder, download):
+    """The training and the test images: sequences of (PIL image, class number) with ``classes``."""
+    if name == "digits":
+        return _digits()
+    if name != "imagefolder":
+        if name == "fashion_mnist" and all(os.path.isfile(_gz(folder, file)) for file in _FASHION_FILES):
+            return _fashion_files(folder)
+        return _torchvision(name, folder, download)
+    test = next((part for part in ("test", "val") if os.path.isdir(os.path.join(folder, part))), "test")
+    for part in ("train", test):
+        if not os.path.isdir(os.path.join(folder, part)):
+            wanted = "class folders are expected under train/ and test/ (or val/)"
+            raise UsageError(f"--data {folder}: there is no folder {part}/ in it; {wanted}")
+    try:
+        train, test = (_Folder(os.path.join(folder, part)) for part in ("train", test))
+    except FileNotFoundError as error:  # no class folder, or one without an image
+        raise UsageError(f"--data {folder}: {error}") from None
+    different = set(train.classes) ^ set(test.classes)
+    if different:
+        raise UsageError(f"--data {folder}: class {min(different)!r} is not in both of train/ and {part}/")
+    return train, test
+
+
+class _Folder(datasets.ImageFolder):
+    """Class folders of image files; a file that cannot be used is named.
+
+    Attributes:
+        size: Width and height that all images must have, or None where they are resized.
+    """
+
+    size = None
+
+    def __getitem__(self, index):
+        path, label = self.samples[index]
+        try:
+            with open(path, "rb") as file:
+                image = Image.open(file).convert("RGB")
+        except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for files it cannot make sense of
+            raise RunError(f"cannot read the image {path}: {error}") from None
+        if self.size is not None and image.size != self.size:
+            pixels = "{}x{} pixels, the first image has {}x{}".format(*image.size, *self.size)
+            raise RunError(f"the image {path} has {pixels}: --image_size N makes them all alike")
+        return image, label
+
+
+class _Arrays:
+    """Images in memory."""
+
+    def __init__(self, images, labels, classes):
+        self.images, self.labels, self.classes = images, labels, classes
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return Image.fromarray(self.images[index]), int(self.labels[index])
+
+
+def _digits():
+    """Handwritten digits of scikit-learn (UCI), 8x8, as 32x32 in three channels; every fifth image is for the test."""
+    import numpy
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    small = numpy.round(digits.images * (255 / 16)).astype("uint8")
+    large = [Image.fromarray(image).resize((32, 32), Image.Resampling.BILINEAR).convert("RGB") for image in small]
+    images, test = numpy.stack(large), numpy.arange(len(large)) % 5 == 0
+    classes = [str(digit) for digit in digits.target_names]
+    return tuple(_Arrays(images[part], digits.target[part], classes) for part in (~test, test))
+
+
+def _gz(folder, name):
+    return os.path.join(folder, f"{name}-ubyte.gz")
+
+
+def _fashion_files(folder):
+    """Fashion-MNIST from its four published files."""
+    import numpy
+
+    def read(name, offset):
+        try:
+            with gzip.open(_gz(folder, name)) as file:
+                return numpy.frombuffer(file.read(), dtype="uint8", offset=offset)
+        except (OSError, EOFError, ValueError) as error:
+            raise UsageError(f"--data {folder}: cannot read {name}-ubyte.gz: {error}") from None
+
+    parts = []
+    for images, labels in (_FASHION_FILES[:2], _FASHION_FILES[2:]):
+        pixels, targets = read(images, 16), read(labels, 8)
+        if pixels.size != targets.size * 28 * 28:
+            raise UsageError(f"--data {folder}: {images}-ubyte.gz and {labels}-ubyte.gz do not belong together")
+        parts.append(_Arrays(pixels.reshape(-1, 28, 28), targets, datasets.FashionMNIST.classes))
+    return tuple(parts)
+
+
+def _torchvision(name, folder, download):
+    """A data set that torchvision reads and, where the network is there, downloads."""
+    kind, source, offline = {
+        "cifar10": (datasets.CIFAR10, datasets.CIFAR10.url, datasets.CIFAR10.filename),
+        "cifar100": (datasets.CIFAR100, datasets.CIFAR100.url, datasets.CIFAR100.filename),
+        "svhn": (datasets.SVHN, datasets.SVHN.split_list["train"][0], "train_32x32.mat and test_32x32.mat"),
+        "fashion_mnist": (datasets.FashionMNIST, datasets.FashionMNIST.mirrors[0], "its four .gz files"),
+    }[name]
+    splits = [{"split": "train"}, {"split": "test"}] if name == "svhn" else [{"train": True}, {"train": False}]
+
+    def read(**options):
+        parts = tuple(kind(folder, **split, **options) for split in splits)
+        for part in parts:
+            part.classes = getattr(part, "classes", [str(digit) for digit in range(10)])
+        return parts
+
+    try:
+        return read()
+    except RuntimeError:  # torchvision's word for absent and for damaged files
+        pass
+    missing = f"--dataset {name}: not in {folder} (or damaged) and"
+    if not download:
+        raise UsageError(f"{missing} another process did not bring it")
+    reason = None if os.path.isfile(os.path.join(folder, offline)) else _unreachable(source)
+    if reason is None:
+        try:
+            with _socket_timeout():
+                return read(download=True)
+        except (OSError, RuntimeError) as error:
+            reason = error
+    raise UsageError(f"{missing} not downloaded ({reason}); offline, put {offline} there or use --dataset digits")
+
+
+def _unreachable(url):
+    """Why the address does not answer, or None if it does. Looking up its name has no timeout, so a thread does it."""
+    outcome = [f"no answer within {CONNECT_SECONDS} s"]
+
+    def ask():
+        try:
+            request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "pytorch/vision"})
+            with urllib.request.urlopen(request, timeout=CONNECT_SECONDS):
+                outcome[0] = None
+        except urllib.error.HTTPError:  # an answer, though not to this question: the download will tell
+            outcome[0] = None
+        except OSError as error:
+            outcome[0] = getattr(error, "reason", None) or error
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(CONNECT_SECONDS)
+    return outcome[0]
+
+
+@contextlib.contextmanager
+def _socket_timeout():
+    """Lets a download that stalls fail instead of wait for ever."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(CONNECT_SECONDS)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

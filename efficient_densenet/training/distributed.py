@@ -1,0 +1,206 @@
+"""One process or many: who this process is, and what all of them do together."""
+
+import contextlib
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .config import RunError, UsageError
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train one model, seen from one of them.
+
+    Attributes:
+        rank, local_rank, size: This process, its number on this machine, and how many there are in all.
+        device: Where this process computes.
+        gpus: GPUs that one process drives: more than one under DataParallel only.
+        distributed: Whether there is a process group (under torchrun, of one process too).
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    gpus: int = 1
+    distributed: bool = False
+
+    @property
+    def is_main(self):
+        """Whether this is the process that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def replicas(self):
+        """GPUs (or CPU processes) that share a step: its batch is ``batch_size`` times this."""
+        return self.size * self.gpus
+
+    @property
+    def devices(self):
+        """The devices of this process."""
+        return [torch.device("cuda", i) for i in range(self.gpus)] if self.gpus > 1 else [self.device]
+
+    def __str__(self):
+        """The replicas in words: ``1 CPU``, ``4 GPUs``, ``2 CPU processes``."""
+        one, several = {"cuda": ("GPU", "GPUs")}.get(self.device.type, ("CPU", "CPU processes"))
+        return f"{self.replicas} {one if self.replicas == 1 else several}"
+
+    def together(self, *turns):
+        """Calls functions one after the other; an error on one rank is raised on all, so that none waits for it.
+
+        The ranks raise with one message, and mark it as ``shared``: one of them is enough to show it.
+
+        Args:
+            turns: Pairs of a condition on this rank and a function for the ranks where it holds. A turn begins when
+                the one before is over everywhere.
+
+        Returns:
+            What this rank's function returned, or None.
+        """
+        result = None
+        for mine, function in turns:
+            error = None
+            if mine:
+                try:
+                    result = function()
+                except Exception as raised:
+                    error = raised
+            kind = next((kind for kind in (UsageError, RunError) if isinstance(error, kind)), None)
+            failed = next(filter(None, self.gather(error and (kind, _line(error)))), None)
+            if error is not None and kind is None:
+                raise error  # something unforeseen: here with its traceback
+            if failed is not None:
+                shared = (failed[0] or RunError)(failed[1])
+                shared.shared = True
+                raise shared from error
+        return result
+
+    def on_main(self, function):
+        """Calls the function on rank 0 and gives every rank its result, or its error."""
+        return self.gather(self.together((self.is_main, function)))[0]
+
+    def gather(self, value):
+        """The ranks' values in a list, on every rank."""
+        if not self.distributed:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, tensor):
+        """The sum of the ranks' tensors, as a new tensor, on every rank."""
+        total = tensor.clone()
+        if self.distributed:
+            dist.all_reduce(total)
+        return total
+
+    def wrap(self, model):
+        """The model as it is called in training: itself, or shared among processes or GPUs.
+
+        DistributedDataParallel leaves the buffers alone: every rank's BatchNorm sees its own images, and
+        :meth:`average_buffers` puts the statistics together where they are used.
+        """
+        if self.distributed:
+            device_ids = [self.device.index] if self.device.type == "cuda" else None
+            return nn.parallel.DistributedDataParallel(
+                model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+        return nn.DataParallel(model) if self.gpus > 1 else model
+
+    @torch.no_grad()
+    def average_buffers(self, model):
+        """Replaces floating-point buffers (BatchNorm's running statistics) by their mean over the ranks."""
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        if self.size == 1 or not buffers:
+            return
+        flat = torch.cat([buffer.flatten() for buffer in buffers])
+        dist.all_reduce(flat)
+        for buffer, mean in zip(buffers, (flat / self.size).split([buffer.numel() for buffer in buffers])):
+            buffer.copy_(mean.view_as(buffer))
+
+    @torch.no_grad()
+    def broadcast(self, model):
+        """Gives every rank the parameters and buffers of rank 0."""
+        if self.distributed:
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, src=0)
+
+
+def under_torchrun():
+    """Whether this process was started by torchrun (or sets the same variables)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def speaks_for(error):
+    """Whether this process shows an error: the first one on a machine where all have it, else the one that has it."""
+    return not (isinstance(error, UsageError) or getattr(error, "shared", False)) or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def start(config):
+    """Finds this process's device, joins the others if there are any, and yields the :class:`World`."""
+    world = find_world(config)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if not world.distributed:
+        yield world
+        return
+    # Objects and flags go through gloo on the CPU, so that asking the others never waits for a GPU.
+    backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+    yield world
+    dist.destroy_process_group()  # not after an error: it would wait for the others, who wait for this process to end
+
+
+def find_world(config):
+    """Decides device and parallelism from the flags, the environment and the GPUs in sight, touching none of them.
+
+    Raises:
+        UsageError: Flags that this machine or this way of starting cannot serve.
+    """
+    gpus = torch.cuda.device_count()
+    if config.device not in ("auto", "cpu", "cuda") and not config.device.removeprefix("cuda:").isdecimal():
+        raise UsageError(f"--device {config.device}: expected auto, cpu, cuda or cuda:N")
+    if config.device.startswith("cuda") and gpus == 0:
+        raise UsageError(f"--device {config.device}: no CUDA GPU is visible, use --device cpu")
+    on_gpu = config.device != "cpu" and gpus > 0
+    index = int(config.device[5:]) if config.device.startswith("cuda:") else None
+    if index is not None and index >= gpus:
+        raise UsageError(f"--device {config.device}: {gpus} CUDA GPUs are visible, the last is cuda:{gpus - 1}")
+
+    if under_torchrun():
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        if config.parallel in ("dp", "none") and size > 1:
+            raise UsageError(f"--parallel {config.parallel}: torchrun started {size} processes, which is ddp")
+        if index is not None and size > 1:
+            raise UsageError(f"--device {config.device}: torchrun started {size} processes, use --device cuda")
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        if on_gpu and processes > gpus:
+            raise UsageError(f"--device {config.device}: {processes} processes for {gpus} visible GPUs on this machine")
+        device = torch.device("cuda", local_rank if index is None else index) if on_gpu else torch.device("cpu")
+        return World(rank, local_rank, size, device, distributed=True)
+
+    if config.parallel == "ddp":
+        raise UsageError("--parallel ddp: start it with torchrun --nproc_per_node=N demo.py")
+    if config.parallel == "dp" and not (on_gpu and index is None):
+        raise UsageError("--parallel dp: needs visible CUDA GPUs and no number in --device")
+    several = on_gpu and index is None and gpus > 1 and config.parallel != "none"
+    device = torch.device("cuda", index or 0) if on_gpu else torch.device("cpu")
+    return World(device=device, gpus=gpus if several else 1)
+
+
+def cpus_per_process():
+    """CPUs that this process may use, shared with the others on this machine."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def _line(error):
+    """An error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,88 @@
+"""The command line: what is given arrives in the right type, what is wrong is refused in one line."""
+
+import dataclasses
+
+import pytest
+
+from efficient_densenet.training.config import Config, UsageError, parse_flags
+
+
+def test_no_flags_give_the_papers_recipe():
+    config = parse_flags([])
+    assert (config.depth, config.growth_rate, config.compression, config.drop_rate) == (100, 12, 0.5, 0.0)
+    assert (config.n_epochs, config.batch_size, config.lr, config.wd, config.momentum) == (300, 64, 0.1, 1e-4, 0.9)
+    assert config == Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    "flags, name, value",
+    [
+        (["--depth", "40"], "depth", 40),
+        (["--batch-size=8"], "batch_size", 8),
+        (["--lr", "1"], "lr", 1.0),
+        (["--data", "2024"], "data", "2024"),
+        (["--save=1_0"], "save", "1_0"),
+        (["--save", "a folder"], "save", "a folder"),
+        (["--efficient", "False"], "efficient", False),
+        (["--efficient=checkpoint"], "efficient", "checkpoint"),
+        (["--overwrite"], "overwrite", True),
+        (["--noprogress"], "progress", False),
+        (["--seed", "None"], "seed", None),
+        (["--valid_size", "0"], "valid_size", 0),
+    ],
+)
+def test_values_arrive_as_typed(flags, name, value):
+    got = getattr(parse_flags(flags), name)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--effcient", "True"], "unknown flag --effcient, did you mean --efficient"),
+        (["--nonsense=1"], "unknown flag --nonsense"),
+        (["--depth", "deep"], "--depth deep: expected a whole number"),
+        (["--depth"], "--depth True: expected a whole number"),
+        (["--depth=40.5"], "--depth 40.5: expected a whole number"),
+        (["--overwrite", "true"], "--overwrite true: expected True or False"),
+        (["--efficient", "0"], "--efficient 0: expected"),
+        (["--lr", "-0.1"], "--lr -0.1: must be above 0"),
+        (["--lr=1e999"], "--lr inf: expected a finite number"),
+        (["--drop_rate", "1"], "--drop_rate 1.0: must be at least 0 and below 1"),
+        (["--n_epochs=0"], "--n_epochs 0: must be at least 1"),
+        (["--dataset", "mnist"], "--dataset mnist: expected one of auto, cifar10"),
+        (["--model", "resnet50"], "--model resnet50: expected one of densenet121"),
+        (["--model=densenet121", "--depth=40"], "--depth does not go with --model densenet121"),
+        (["--save"], "--save needs a value"),
+        (["--data", "--save=x"], "--data needs a value"),
+        (["train"], "unexpected argument 'train'"),
+        (["depth"], "unexpected argument 'depth'"),
+        (["--", "--typo"], "unexpected argument '--'"),
+        (["--d=1"], "ambiguous"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(flags, words, capsys):
+    with pytest.raises(UsageError) as caught:
+        parse_flags(flags)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_named_folder_is_not_exchanged_for_digits():
+    assert parse_flags([]).dataset == "auto"
+    assert parse_flags(["--data", "there"]).dataset == "cifar10"
+    assert parse_flags(["--data", "there", "--dataset", "svhn"]).dataset == "svhn"
+
+
+def test_help_shows_every_flag_with_its_default_and_meaning(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_flags(["--help"])
+    assert caught.value.code == 0
+    text, rest = capsys.readouterr()
+    assert not rest and text.startswith("NAME\n    demo.py - Train a DenseNet")
+    for field in dataclasses.fields(Config):
+        shown = text.partition(f"--{field.name}=")[2].split("\n    -")[0].splitlines()
+        assert shown[2].strip() == f"Default: {field.default!r}" and len(shown[3].strip()) > 10, field.name
+    assert "VALUES" not in text and "GROUPS" not in text
