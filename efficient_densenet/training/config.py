@@ -22,6 +22,9 @@ class UsageError(ValueError):
 class RunError(RuntimeError):
     """A fault that ends a run and that one line explains: an unreadable image, a full disk, a loss that is not finite."""
 
+    def __init__(self, message):  # a DataLoader's worker sends its traceback instead, which ends in the message
+        super().__init__(message.rpartition(f"{__name__}.RunError: ")[2].strip())
+
 
 def _flag(default, choices=(), **bounds):
     """A field of :class:`Config`. ``bounds``: ``at_least``, ``above``, ``at_most``, ``below``."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import inspect
 import os
 from dataclasses import dataclass
 
@@ -106,10 +107,12 @@ class World:
         :meth:`average_buffers` puts the statistics together where they are used.
         """
         if self.distributed:
+            ddp = nn.parallel.DistributedDataParallel
+            sync = "forward_sync_buffers"  # "broadcast_buffers" in older releases
+            if sync not in inspect.signature(ddp).parameters:
+                sync = "broadcast_buffers"
             device_ids = [self.device.index] if self.device.type == "cuda" else None
-            return nn.parallel.DistributedDataParallel(
-                model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            return ddp(model, device_ids=device_ids, gradient_as_bucket_view=True, **{sync: False})
         return nn.DataParallel(model) if self.gpus > 1 else model
 
     @torch.no_grad()

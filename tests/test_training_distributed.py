@@ -1,0 +1,164 @@
+"""Several processes: who they are, and that what they do together ends together."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+
+from efficient_densenet.training import data, distributed, engine
+from efficient_densenet.training.config import Config, RunError, UsageError
+from efficient_densenet.training.distributed import World, find_world
+
+# Who is there
+
+
+@pytest.fixture(autouse=True)
+def launcher(monkeypatch):
+    """No launcher; call the result to pretend one."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def pretend(rank, size, local=None, gpus=0):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        if size:
+            for name, value in {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}.items():
+                monkeypatch.setenv(name, str(value))
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "rank, size, gpus, flags, expected",
+    [
+        (0, 0, 0, {}, World()),
+        (0, 0, 1, {}, World(device=torch.device("cuda:0"))),
+        (0, 0, 4, {}, World(device=torch.device("cuda:0"), gpus=4)),
+        (0, 0, 4, {"device": "cpu"}, World()),
+        (0, 0, 4, {"device": "cuda:2"}, World(device=torch.device("cuda:2"))),
+        (0, 0, 4, {"parallel": "none"}, World(device=torch.device("cuda:0"))),
+        (0, 0, 4, {"parallel": "dp", "device": "cuda"}, World(device=torch.device("cuda:0"), gpus=4)),
+        (1, 2, 0, {}, World(1, 1, 2, distributed=True)),
+        (1, 2, 4, {}, World(1, 1, 2, torch.device("cuda:1"), distributed=True)),
+        (1, 2, 4, {"device": "cpu"}, World(1, 1, 2, distributed=True)),
+        (0, 1, 4, {}, World(0, 0, 1, torch.device("cuda:0"), distributed=True)),
+    ],
+)
+def test_processes_and_devices(launcher, rank, size, gpus, flags, expected):
+    launcher(rank, size, gpus=gpus)
+    assert find_world(Config(**flags)) == expected
+
+
+@pytest.mark.parametrize(
+    "rank, size, gpus, flags, words",
+    [
+        (0, 0, 0, {"device": "cuda"}, "--device cuda: no CUDA GPU is visible"),
+        (0, 0, 2, {"device": "cuda:2"}, "the last is cuda:1"),
+        (0, 0, 2, {"device": "tpu"}, "--device tpu: expected auto, cpu, cuda or cuda:N"),
+        (0, 0, 2, {"parallel": "ddp"}, "--parallel ddp: start it with torchrun"),
+        (0, 0, 0, {"parallel": "dp"}, "--parallel dp: needs visible CUDA GPUs"),
+        (0, 2, 2, {"parallel": "dp"}, "--parallel dp: torchrun started 2 processes"),
+        (0, 2, 2, {"parallel": "none"}, "--parallel none: torchrun started 2 processes"),
+        (0, 2, 2, {"device": "cuda:1"}, "--device cuda:1: torchrun started 2 processes"),
+        (0, 4, 2, {}, "4 processes for 2 visible GPUs"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(launcher, rank, size, gpus, flags, words):
+    launcher(rank, size, gpus=gpus)
+    with pytest.raises(UsageError, match=words):
+        find_world(Config(**flags))
+
+
+def test_looking_for_gpus_starts_no_cuda():
+    find_world(Config())
+    assert not torch.cuda.is_initialized()
+
+
+def test_the_step_in_words():
+    assert str(World()) == "1 CPU" and str(World(size=2)) == "2 CPU processes"
+    assert str(World(size=2, device=torch.device("cuda"), gpus=1)) == "2 GPUs"
+    four = World(device=torch.device("cuda:0"), gpus=4)
+    assert str(four) == "4 GPUs" and four.replicas == 4
+    assert [engine.scaled_lr(Config(lr_scaling=how), four) for how in ("linear", "sqrt", "none")] == [0.4, 0.2, 0.1]
+
+
+def test_cpus_are_shared_by_the_processes_of_a_machine(monkeypatch):
+    monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    assert distributed.cpus_per_process() == 6
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert distributed.cpus_per_process() == 1
+
+
+# What they do together
+
+
+class Order(nn.Module):
+    """Its one logit pair depends on a running statistic that differs between ranks."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.register_buffer("running_mean", torch.tensor([float(rank), 2.0]))
+        self.register_buffer("num_batches_tracked", torch.tensor(rank))
+
+    def forward(self, x):
+        return torch.stack([x.flatten(1)[:, 0], torch.full((len(x),), 2.5)], dim=1)
+
+
+def _together():
+    seen = {}
+    with distributed.start(Config(device="cpu")) as world:
+        seen["values"] = world.gather(world.rank * 10)
+        seen["main"] = world.on_main(lambda: f"from {world.rank}")
+        turns = []
+        world.together((world.rank == 0, lambda: turns.append("first")), (world.rank != 0, lambda: turns.append("second")))
+        seen["turns"] = world.gather(turns)
+        for name, error in (("usage", UsageError("--data x: not there")), ("run", RunError("disk\nfull")), ("bug", KeyError("k"))):
+
+            def fails():
+                raise error
+
+            try:
+                world.together((world.rank == 1, fails))
+            except (UsageError, RunError, KeyError) as raised:
+                seen[name] = (type(raised).__name__, str(raised), distributed.speaks_for(raised))
+
+        model = Order(world.rank)
+        world.average_buffers(model)
+        seen["buffers"] = (model.running_mean.tolist(), model.num_batches_tracked.item())
+        model.running_mean.fill_(world.rank)
+        world.broadcast(model)
+        seen["broadcast"] = (model.running_mean.tolist(), model.num_batches_tracked.item())
+
+        for size in (7, 2):  # evaluation: fewer images than ranks as well
+            images = [(torch.full((1, 2, 2), float(i)), i % 2) for i in range(size)]
+            loader = data.batches(images, data.EvalSampler(size, world), Config(batch_size=2, num_workers=0), world)
+            seen[f"evaluate {size}"] = engine.evaluate(model, loader, world)
+
+        torch.manual_seed(world.rank)
+        wrapped = world.wrap(nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False), nn.BatchNorm1d(2)))
+        x = torch.randn(8, 1, 2, 2, generator=torch.Generator().manual_seed(5))
+        wrapped(x[world.rank :: 3]).square().sum().backward()
+        linear, norm = wrapped.module[1], wrapped.module[2]
+        seen["wrapped"] = (linear.weight.tolist(), linear.weight.grad.tolist(), norm.running_mean.tolist())
+    return seen
+
+
+def test_three_ranks(tmp_path):
+    seen = on_ranks(3, tmp_path, _together)
+    first = seen[0]
+    for rank, mine in enumerate(seen):
+        assert mine["values"] == [0, 10, 20] and mine["main"] == "from 0"
+        assert mine["turns"] == [["first"], ["second"], ["second"]]
+        assert mine["usage"] == ("UsageError", "--data x: not there", rank == 0)
+        assert mine["run"] == ("RunError", "disk full", rank == 0)
+        assert mine["bug"] == (("KeyError", "'k'", True) if rank == 1 else ("RunError", "'k'", rank == 0))
+        assert mine["buffers"] == ([1.0, 2.0], rank)  # the mean of 0, 1, 2; counters are left alone
+        assert mine["broadcast"] == ([0.0, 0.0], 0)
+        assert mine["wrapped"][:2] == first["wrapped"][:2]  # the same weights, the same gradient
+    assert seen[1]["wrapped"][2] != first["wrapped"][2]  # and each rank's own statistics
+
+    for size in (7, 2):
+        images = [(torch.full((1, 2, 2), float(i)), i % 2) for i in range(size)]
+        loader = data.batches(images, range(size), Config(batch_size=2, num_workers=0), World())
+        alone = engine.evaluate(Order(0), loader, World())
+        for mine in seen:
+            assert mine[f"evaluate {size}"] == pytest.approx(alone, abs=1e-7)

@@ -1,0 +1,149 @@
+"""The files of a run, and the memory of an epoch."""
+
+import csv
+import os
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from efficient_densenet.training import log
+from efficient_densenet.training.config import UsageError
+
+
+def row(epoch, **values):
+    return {name: float(epoch) for name in log.COLUMNS} | {"epoch": epoch, "test_error": None} | values
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "model.dat"
+    log.replace_file(path, b"old")
+
+    def breaks(file):
+        file.write(b"half of the n")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        log.replace_file(path, breaks)
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["model.dat"]
+    log.replace_file(path, lambda file: file.write(b"new"))
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["model.dat"]
+
+
+@pytest.mark.parametrize("name", log.RESULTS)
+def test_results_are_not_overwritten_unasked(tmp_path, name):
+    (tmp_path / name).write_text("precious")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=f"--save .* holds results already .*{name}.*--overwrite True"):
+        log.Results(str(tmp_path), overwrite=False)
+    assert (tmp_path / name).read_text() == "precious"
+    log.Results(str(tmp_path), overwrite=True).begin({"lr": 0.1})
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "notes.txt"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_with_other_files_will_do(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    log.Results(str(tmp_path), overwrite=False)
+
+
+def test_a_place_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/results"):
+        with pytest.raises(UsageError, match="file is not a folder"):
+            log.Results(str(tmp_path / place), overwrite=False)
+
+
+def test_a_read_only_place_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(log.os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(UsageError, match=f"no permission to write in {tmp_path}"):
+        log.Results(str(tmp_path / "a/b"), overwrite=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_a_name_every_run_has_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(log.time, "strftime", lambda _: "2026-11-30-100000")
+    names = []
+    for _ in range(3):
+        results = log.Results(None, overwrite=False)
+        results.begin({})
+        names.append(results.folder)
+    assert names == [f"./results/2026-11-30-100000{suffix}" for suffix in ("", "-2", "-3")]
+
+
+def test_rows_weights_and_curves(tmp_path):
+    results = log.Results(str(tmp_path), overwrite=False)
+    results.begin({})
+    model = nn.BatchNorm1d(2)
+    results.after_epoch(row(1, valid_loss=None, valid_error=None), model)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.weight.data.fill_(9)
+    results.after_epoch(row(2, lr=0.1), None)
+    results.finish(0.25)
+
+    with open(tmp_path / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == log.COLUMNS and len(rows) == 3
+    assert rows[0]["valid_loss"] == rows[0]["valid_error"] == rows[0]["test_error"] == ""
+    assert (rows[1]["epoch"], rows[1]["lr"], rows[1]["train_loss"]) == ("2", "0.1", "2.0")
+    assert [value for value in rows[2].values() if value] == ["0.25"] and rows[2]["test_error"] == "0.25"
+
+    state = torch.load(tmp_path / "model.dat", weights_only=True)
+    assert list(state) == list(kept) and all(torch.equal(state[name], kept[name]) for name in kept)
+    results.load_model(model)
+    assert model.weight.tolist() == [1, 1]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_peak_memory_is_that_of_the_epoch():
+    memory = log.PeakMemory([torch.device("cpu")])
+    assert not memory.since_start
+    before = memory.read()[0]
+    numpy.ones(100 * log.MIB, dtype="uint8")  # comes and goes
+    peak = memory.read()[0]
+    assert 95 < peak - before < 150
+    memory.reset()
+    assert memory.read()[0] < peak - 80
+
+
+def test_peak_memory_where_it_cannot_be_reset(monkeypatch):
+    def refuse(path, *mode):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(log, "open", refuse, raising=False)
+    memory = log.PeakMemory([torch.device("cpu")])
+    assert memory.since_start and 50 < memory.read()[0] < 1e6
+
+
+def test_the_line_of_an_epoch():
+    line = log.epoch_line(row(3, valid_loss=None, valid_error=None, lr=0.01), 10, [100.4, 200.6], 3725.0)
+    assert line == (
+        "epoch 3/10: train loss 3.0000 error 3.0000, lr 0.01, 3 images/s, peak 100 + 201 MiB, 1:02:05 left"
+    )
+    assert "left" not in log.epoch_line(row(10), 10, [1.0], 0.0)
+    assert "valid loss 10.0000 error 10.0000" in log.epoch_line(row(10), 10, [1.0], 0.0)
+
+
+def test_the_bar_asks_the_device_seldom(capsys):
+    class Totals:
+        asked = 0
+
+        def means(self):
+            self.asked += 1
+            return 1.25, 0.5
+
+    totals = Totals()
+    bar = log.Bar("epoch 1/1", 100, 0, visible=True)
+    bar._next = 0
+    for _ in range(100):
+        bar.advance(1, totals)
+    bar.close()
+    assert totals.asked == 1
+    shown = capsys.readouterr().err
+    assert "epoch 1/1" in shown and "loss 1.250, error 0.500" in shown and "images/s" in shown
+    hidden = log.Bar("epoch 1/1", 100, 0, visible=False)
+    hidden._next = 0
+    hidden.advance(1, totals)
+    assert totals.asked == 1 and capsys.readouterr().err == ""
