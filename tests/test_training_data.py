@@ -18,6 +18,8 @@ from efficient_densenet.training.config import Config, RunError, UsageError
 from efficient_densenet.training.distributed import World
 
 ALONE = World()
+# Python 3.12 and later warn of every fork; the processes forked here use one thread.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
 def load(seed=0, world=ALONE, **flags):

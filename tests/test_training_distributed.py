@@ -9,6 +9,9 @@ from efficient_densenet.training import data, distributed, engine
 from efficient_densenet.training.config import Config, RunError, UsageError
 from efficient_densenet.training.distributed import World, find_world
 
+# Python 3.12 and later warn of every fork; the processes forked here use one thread.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
 # Who is there
 
 

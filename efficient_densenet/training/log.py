@@ -12,6 +12,7 @@ import time
 
 import torch
 import torchvision
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import efficient_densenet
@@ -106,8 +107,6 @@ class Results:
 
     def draw_curves(self):
         """Draws losses and errors over the epochs into curves.png."""
-        from matplotlib.figure import Figure
-
         figure = Figure(figsize=(10, 4), layout="constrained")
         for axes, kind in zip(figure.subplots(1, 2), ("loss", "error")):
             for part in ("train", "valid"):
