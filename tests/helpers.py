@@ -1,0 +1,202 @@
+"""What the tests of the library compare: the whole training state, by name, against the plain path.
+
+Outputs, input gradients, every parameter's gradient (its absence included), every buffer and every parameter, step by
+step. A test that compares less passes a model whose running statistics move twice or whose early layers learn nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from efficient_densenet import DenseNet, models
+
+MODES = tuple(mode for mode in models.MODES if mode not in ("naive", "auto"))
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+TOY = {"growth_rate": 4, "block_config": (2, 2, 2), "num_init_features": 8, "num_classes": 5}
+
+
+def toy(mode: str = "naive", *, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides) -> DenseNet:
+    """A small DenseNet in training mode, none of whose values is a neutral 0 or 1."""
+    torch.manual_seed(seed)
+    model = DenseNet(**{**TOY, **overrides}, efficient=mode).to(dtype)
+    for norm in norms(model).values():
+        # Every third gamma is negative: the rectified half depends on its sign.
+        with torch.no_grad():
+            norm.weight.uniform_(0.5, 1.5)[::3].neg_()
+            norm.bias.normal_(0, 0.3)
+            norm.running_mean.normal_(0, 0.3)
+            norm.running_var.uniform_(0.5, 1.5)
+    return model
+
+
+def images(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+    """Normal images; ``(4, 3, 16, 16)`` unless said."""
+    return torch.randn(shape or (4, 3, 16, 16), dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def twin(model: nn.Module, mode: str) -> nn.Module:
+    """A copy of ``model`` on other memory, computed in ``mode``."""
+    other = copy.deepcopy(model)
+    other.set_efficient(mode)
+    return other
+
+
+def norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Every batch norm of ``model`` by name, in order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, NORMS)}
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """Every dense layer of ``model``, in order."""
+    return [module for name, module in model.named_modules() if name.split(".")[-1].startswith("denselayer")]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Every dense block of ``model``, in order."""
+    return [module for name, module in model.named_modules() if name.split(".")[-1].startswith("denseblock")]
+
+
+def classification_loss(output: Tensor) -> Tensor:
+    """Cross entropy against fixed classes, in at least float32; any ``(N, C, ...)`` output serves."""
+    logits = output.flatten(1).to(torch.promote_types(output.dtype, torch.float32))
+    return F.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {f"{name}.grad": None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def training_state(
+    model: nn.Module,
+    inputs: Tensor,
+    *,
+    steps: int = 1,
+    input_grad: bool = True,
+    forward=None,
+    loss=classification_loss,
+) -> dict[str, Tensor | None]:
+    """Train ``model`` on ``inputs`` for some steps of SGD (lr 0.1, momentum 0.9); all that happened, by name.
+
+    Args:
+        model: trained in place.
+        inputs: the same images in every step, in the layout they come in.
+        steps: how many.
+        input_grad: whether the images ask for a gradient.
+        forward: ``forward(model, x)`` instead of ``model(x)``.
+        loss: scalar from the output.
+    """
+    torch.manual_seed(0)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9) if trainable else None
+    state: dict[str, Tensor | None] = {}
+    for step in range(1, steps + 1):
+        x = inputs.detach().requires_grad_(input_grad)
+        model.zero_grad(set_to_none=True)
+        output = model(x) if forward is None else forward(model, x)
+        found = {"output": output.detach().clone()}
+        objective = loss(output)
+        if objective.requires_grad:
+            objective.backward()
+        found |= {"input.grad": x.grad, "input": x.detach().clone(), **gradients(model), **buffers(model)}
+        if optimizer is not None:
+            optimizer.step()
+        found |= {name: p.detach().clone() for name, p in model.named_parameters()}
+        state |= {f"step {step}: {name}": value for name, value in found.items()}
+    return state
+
+
+def assert_same(expected: dict, actual: dict, tolerance: float = 1e-10, statistics: float | None = None) -> None:
+    """Every entry equal by name, relative to the entry's largest value; integers and absences exactly.
+
+    Args:
+        expected: the plain path's state.
+        actual: the state under test.
+        tolerance: of everything but running statistics.
+        statistics: of running statistics; by default a hundredth of ``tolerance``.
+    """
+    assert expected.keys() == actual.keys()
+    statistics = tolerance / 100 if statistics is None else statistics
+    faults = []
+    for name, want in expected.items():
+        got = actual[name]
+        if want is None or got is None:
+            if want is not got:
+                faults.append(f"{name}: {'absent' if got is None else 'present'}, not so in the plain path")
+            continue
+        if want.shape != got.shape or want.dtype != got.dtype:
+            faults.append(f"{name}: {got.dtype} {tuple(got.shape)} instead of {want.dtype} {tuple(want.shape)}")
+            continue
+        if not want.is_floating_point():
+            if not torch.equal(want, got):
+                faults.append(f"{name}: {got} instead of {want}")
+            continue
+        scale = max(want.detach().abs().max().item(), 1e-2) if want.numel() else 1.0
+        bound = (statistics if "running_" in name else tolerance) * scale
+        error = (want.detach() - got.detach()).abs().max().item() if want.numel() else 0.0
+        if not error <= bound:  # a NaN is a fault too
+            faults.append(f"{name}: differs by {error:.2e}, allowed {bound:.2e}")
+    assert not faults, f"{len(faults)} of {len(expected)} entries differ from the plain path:\n" + "\n".join(faults[:12])
+
+
+def assert_trains_like(expected: nn.Module, actual: nn.Module, inputs: Tensor, tolerance: float = 1e-10, **kwargs):
+    """Both models, trained the same way, go through the same states. Returns the state."""
+    want = training_state(expected, inputs, **kwargs)
+    assert_same(want, training_state(actual, inputs, **kwargs), tolerance)
+    return want
+
+
+def assert_as_accurate(exact: dict, plain: dict, actual: dict, factor: float = 2) -> None:
+    """The rule for low precision: the error against float64 is at most ``factor`` times the plain path's own.
+
+    An entry's error is relative to its norm. The entries of a kind (gradients of a step, its statistics, its values)
+    keep the rule together, as root mean square; and each alone, except that one on which the plain path is by luck
+    nearly exact may err as that mean does. The floor is one rounding.
+    """
+    assert plain.keys() == actual.keys()
+    for name, value in plain.items():
+        assert (value is None) == (actual[name] is None), name
+        if value is not None:
+            assert value.dtype == actual[name].dtype, name
+    own: dict[str, dict[str, float]] = {}
+    theirs: dict[str, dict[str, float]] = {}
+    for name, truth in exact.items():
+        if truth is not None and truth.is_floating_point() and truth.norm() > 1e-6:
+            kind = "gradient" if name.endswith(".grad") else "statistic" if "running_" in name else "value"
+            for state, errors in ((plain, own), (actual, theirs)):
+                error = (state[name].double() - truth).norm() / truth.norm()
+                errors.setdefault(f"{name.partition(':')[0]} {kind}s", {})[name] = error.item()
+    dtype = next(value.dtype for name, value in plain.items() if name.endswith("output"))
+    floor = torch.finfo(dtype).eps
+    faults = []
+    for kind, errors in own.items():
+        mean, their_mean = (sum(e * e for e in x[kind].values()) ** 0.5 / len(errors) ** 0.5 for x in (own, theirs))
+        if not their_mean <= factor * mean + floor:
+            faults.append(f"{kind}: error {their_mean:.2e}, the plain path's own {mean:.2e}")
+        for name, error in errors.items():
+            if not theirs[kind][name] <= factor * max(error, mean) + floor:
+                faults.append(f"{name}: error {theirs[kind][name]:.2e}, the plain path's own {error:.2e}")
+    assert not faults, "less exact than allowed:\n" + "\n".join(faults[:12])
+
+
+@contextmanager
+def evaluation(model: nn.Module):
+    """``model`` in eval mode for a moment; modules that were frozen in eval mode stay so."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield model
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,502 @@
+"""Every efficient mode against the plain path: the same numbers for every shape, layout, precision and set of gradients.
+
+Each test names the mutation it kills.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers import (
+    MODES,
+    assert_as_accurate,
+    assert_same,
+    assert_trains_like,
+    classification_loss,
+    each_mode,
+    evaluation,
+    gradients,
+    images,
+    norms,
+    toy,
+    training_state,
+    twin,
+)
+
+SHAPES = {
+    "cifar": ({}, (4, 3, 16, 16)),
+    "two_blocks": ({"block_config": (3, 2)}, (4, 3, 32, 32)),
+    "twelve_layers_dropout": ({"block_config": (12,), "drop_rate": 0.2}, (4, 3, 8, 8)),
+    "dropout": ({"drop_rate": 0.3}, (4, 3, 16, 16)),
+    "no_bottleneck": ({"bn_size": None}, (4, 3, 16, 16)),
+    "no_bottleneck_dropout": ({"bn_size": None, "drop_rate": 0.3}, (4, 3, 16, 16)),
+    "imagenet_stem": ({"small_inputs": False}, (3, 3, 33, 40)),
+    "imagenet_stem_1d": ({"small_inputs": False, "spatial_dims": 1, "in_channels": 2}, (4, 2, 61)),
+    "imagenet_stem_3d": ({"small_inputs": False, "spatial_dims": 3, "in_channels": 1}, (2, 1, 17, 16, 18)),
+    "1d": ({"spatial_dims": 1}, (4, 3, 33)),
+    "1d_dropout": ({"spatial_dims": 1, "drop_rate": 0.2}, (4, 3, 16)),
+    "3d": ({"spatial_dims": 3}, (2, 3, 8, 7, 9)),
+    "3d_one_block": ({"spatial_dims": 3, "block_config": (3,)}, (2, 3, 6, 5, 7)),
+    "3d_no_bottleneck": ({"spatial_dims": 3, "bn_size": None, "block_config": (2, 2)}, (2, 3, 4, 6, 5)),
+    "odd_sizes": ({}, (3, 3, 17, 13)),
+    "one_column": ({"block_config": (3,)}, (4, 3, 9, 1)),
+    "least_size": ({}, (6, 3, 4, 4)),
+    "gray_images": ({"in_channels": 1}, (4, 1, 16, 16)),
+    "no_compression": ({"compression": 1.0}, (4, 3, 16, 16)),
+    "strong_compression": ({"compression": 0.3}, (4, 3, 16, 16)),
+    "odd_channels": ({"growth_rate": 5, "bn_size": 3, "num_init_features": 7}, (4, 3, 16, 16)),
+    "growth_of_one": ({"growth_rate": 1, "bn_size": 1, "num_init_features": 1}, (4, 3, 16, 16)),
+    "one_layer_blocks": ({"block_config": (1, 1)}, (4, 3, 16, 16)),
+    "one_image": ({}, (1, 3, 16, 16)),
+    "no_classifier": ({"num_classes": 0}, (4, 3, 16, 16)),
+    "one_class": ({"num_classes": 1}, (4, 3, 16, 16)),
+    "many_rows": ({"block_config": (2, 2)}, (5, 3, 64, 32)),
+}
+each_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+@each_mode
+@each_shape
+def test_three_steps_equal_the_plain_path(mode, shape):
+    """Kills: any missing or wrong gradient, statistics moved twice, dropout drawn anew, a reused buffer's old content."""
+    overrides, size = SHAPES[shape]
+    model = toy(**overrides)
+    assert_trains_like(model, twin(model, mode), images(*size), steps=3)
+
+
+@each_mode
+@each_shape
+def test_eval_with_gradients_equals_the_plain_path(mode, shape):
+    """Kills: batch statistics used in eval, running statistics moved in eval, batch terms in the eval backward."""
+    overrides, size = SHAPES[shape]
+    model = toy(**overrides).eval()
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    other = twin(model, mode)
+    assert_trains_like(model, other, images(*size))
+    for name, buffer in other.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+@each_mode
+@pytest.mark.parametrize("input_grad", [True, False], ids=["input_grad", "plain_input"])
+def test_images_with_and_without_gradients(mode, input_grad):
+    """Kills: a first layer that learns nothing because the images, its only input, need no gradient."""
+    model = toy(block_config=(3, 2))
+    assert_trains_like(model, twin(model, mode), images(), steps=3, input_grad=input_grad)
+
+
+@each_mode
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_forward_without_gradients(mode, training, context):
+    """Kills: another path's numbers without gradients; statistics moved only by the backward's recomputation."""
+    model = toy(drop_rate=0.2).train(training)
+    other = twin(model, mode)
+    found = []
+    for net in (model, other):
+        torch.manual_seed(3)
+        with context():
+            output = net(images())
+        assert not output.requires_grad
+        found.append({"output": output.clone(), **dict(net.named_buffers())})
+    assert_same(*found)
+
+
+@each_mode
+def test_training_goes_on_after_inference_mode(mode):
+    """A buffer kept from inference would be an inference tensor that autograd refuses."""
+    model = toy()
+    other = twin(model, mode)
+    for net in (model, other):
+        with evaluation(net), torch.inference_mode():
+            net(images(8, 3, 16, 16))
+    assert_trains_like(model, other, images())
+
+
+@each_mode
+@pytest.mark.parametrize("shape", ["cifar", "no_bottleneck", "3d", "imagenet_stem", "dropout"])
+def test_float32(mode, shape):
+    """Close to the plain path, and about as exact: torch's own norms sum in float64 on a CPU. Kills: cancellation."""
+    overrides, size = SHAPES[shape]
+    plain = toy(dtype=torch.float32, **overrides)
+    exact, other = twin(plain, "naive").double(), twin(plain, mode)
+    x = images(*size).float()
+    truth = training_state(exact, x.double(), steps=3)
+    want, got = (training_state(net, x, steps=3) for net in (plain, other))
+    assert_same(want, got, tolerance=1e-3, statistics=1e-4)
+    if "drop_rate" not in overrides:  # in float64 the generator draws other masks
+        assert_as_accurate(truth, want, got, factor=8)
+
+
+@each_mode
+@pytest.mark.parametrize("shape", ["cifar", "no_bottleneck", "3d_one_block", "imagenet_stem"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_bfloat16_model(mode, shape, training):
+    """Kills: statistics or sums taken in bfloat16, one more rounding of the features than the plain path has."""
+    overrides, size = SHAPES[shape]
+    plain = toy(**overrides).train(training).bfloat16()
+    exact, other = twin(plain, "naive").double(), twin(plain, mode)
+    x = images(*size).bfloat16()
+    truth = training_state(exact, x.double())
+    assert_as_accurate(truth, training_state(plain, x), training_state(other, x))
+
+
+@each_mode
+def test_bfloat16_model_with_float32_norms(mode):
+    """The usual mixture where norms stay in float32. Kills: a layer that assumes one type for all its parameters."""
+    plain = toy().bfloat16()
+    for norm in norms(plain).values():
+        norm.float()
+    exact, other = twin(plain, "naive").double(), twin(plain, mode)
+    x = images().bfloat16()
+    truth = training_state(exact, x.double())
+    assert_as_accurate(truth, training_state(plain, x), training_state(other, x))
+
+
+@each_mode
+@pytest.mark.parametrize("shape", ["cifar", "no_bottleneck", "1d", "imagenet_stem"])
+def test_autocast_round_the_forward_only(mode, shape):
+    """Kills: a recomputation outside the caller's autocast; features, statistics or gradients in another type."""
+    overrides, size = SHAPES[shape]
+    plain = toy(dtype=torch.float32, **overrides)
+    exact, other = twin(plain, "naive").double(), twin(plain, mode)
+
+    def forward(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    x = images(*size).float()
+    truth = training_state(exact, x.double())
+    want, got = (training_state(net, x, forward=forward) for net in (plain, other))
+    assert_as_accurate(truth, want, got)
+
+
+@each_mode
+def test_autocast_around_eval_and_inside_out(mode):
+    """Autocast in eval, and switched off for the model inside a caller's autocast."""
+    plain = toy(dtype=torch.float32)
+    other = twin(plain, mode)
+    exact = twin(plain, "naive").double()
+
+    def switched_off(model, x):
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+            return model(x)
+
+    x = images().float()
+    assert_trains_like(plain, other, x, tolerance=1e-4, forward=switched_off)
+    exact.load_state_dict(plain.state_dict())
+    other.load_state_dict(plain.state_dict())
+
+    def in_eval(model, x):
+        with evaluation(model), torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    def exactly_in_eval(model, x):
+        with evaluation(model):
+            return model(x)
+
+    truth = training_state(exact, x.double(), forward=exactly_in_eval)
+    assert_as_accurate(truth, training_state(plain, x, forward=in_eval), training_state(other, x, forward=in_eval))
+
+
+LAYOUTS = {
+    "channels_last": lambda: images().to(memory_format=torch.channels_last),
+    "every_other_pixel": lambda: images(4, 3, 32, 32)[:, :, ::2, ::2],
+    "transposed": lambda: images(4, 3, 12, 16).transpose(2, 3),
+    "some_channels": lambda: images(4, 7, 16, 16)[:, 2:5],
+    "flipped_batch": lambda: images(16, 3, 16, 4).movedim(0, -1).movedim(2, 0),
+    "expanded_batch": lambda: images(1, 3, 16, 16).expand(4, -1, -1, -1),
+    "expanded_pixels": lambda: images(4, 3, 1, 16).expand(-1, -1, 16, -1),
+    "offset": lambda: images(5, 3, 16, 16)[1:],
+}
+
+
+@each_mode
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("weights", ["contiguous_weights", "channels_last_weights"])
+def test_layouts(mode, layout, weights):
+    """Kills: a view taken of memory that is not laid out as assumed."""
+    model = toy(block_config=(2, 2))
+    if weights == "channels_last_weights":
+        model.to(memory_format=torch.channels_last)
+    assert_trains_like(model, twin(model, mode), LAYOUTS[layout](), steps=2)
+
+
+@each_mode
+def test_blocks_take_inputs_of_any_layout(mode):
+    """The block itself, fed with a view, an expanded tensor and a plain tensor; the gradient expanded as by sum()."""
+    model = toy()
+    inputs = {
+        "view": images(4, 16, 8, 8)[:, 4:12],
+        "expanded": images(1, 8, 1, 8).expand(4, -1, 8, -1),
+        "channels_last": images(4, 8, 8, 8).to(memory_format=torch.channels_last),
+    }
+    for x in inputs.values():
+        for input_grad in (True, False):
+            states = []
+            for net in (twin(model, "naive"), twin(model, mode)):
+                block = net.features.denseblock1
+                states.append(training_state(block, x, input_grad=input_grad, loss=torch.Tensor.sum))
+            assert_same(*states)
+
+
+@each_mode
+def test_channels_last_stays(mode):
+    """Kills: features that fall back to the contiguous layout, which costs a copy before every convolution."""
+    model = toy(mode).to(memory_format=torch.channels_last)
+    features = model.forward_features(images().to(memory_format=torch.channels_last))
+    assert features.is_contiguous(memory_format=torch.channels_last)
+
+
+@each_mode
+def test_the_input_is_left_alone(mode):
+    """Kills: an in-place rectifier or a statistics pass that writes into what the caller owns."""
+    model = toy(mode, block_config=(12,), drop_rate=0.2)
+    block, x = model.features.denseblock1, images(4, 8, 8, 8).requires_grad_()
+    before = x.detach().clone()
+    block(x).square().sum().backward()
+    assert torch.equal(x.detach(), before)
+
+
+@each_mode
+def test_the_incoming_gradient_is_left_alone(mode):
+    """It may be expanded or used by another branch. Kills: adding into the tensor that autograd handed in."""
+    model = toy(mode)
+    x = images(4, 8, 8, 8).requires_grad_()
+    y = model.features.denseblock1(x)
+    shared = images(*y.shape, seed=2)
+    before = shared.clone()
+    torch.autograd.backward(y, shared)
+    assert torch.equal(shared, before)
+
+
+@each_mode
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+def test_the_generator_ends_where_the_plain_path_leaves_it(mode, drop_rate):
+    """Kills: random numbers drawn a second time, or a generator set back."""
+    model = toy(drop_rate=drop_rate)
+    found = []
+    for net in (model, twin(model, mode)):
+        torch.manual_seed(5)
+        loss = classification_loss(net(images()))
+        after_forward = torch.get_rng_state()
+        loss.backward()
+        found.append((after_forward, torch.get_rng_state()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@each_mode
+def test_draws_between_forward_and_backward_do_not_matter(mode):
+    """Kills: masks rebuilt from wherever the generator happens to stand."""
+    model = toy(drop_rate=0.3)
+    states = []
+    for net in (model, twin(model, mode)):
+        torch.manual_seed(5)
+        loss = classification_loss(net(images()))
+        torch.rand(17)
+        loss.backward()
+        states.append({**gradients(net), "next": torch.rand(3, dtype=torch.float64)})
+    assert_same(*states)
+
+
+# --- frozen parts ------------------------------------------------------------------------------------------------
+
+FROZEN = {
+    "nothing": lambda name: False,
+    "stem": lambda name: name.startswith(("features.conv0", "features.norm0")),
+    "first_block": lambda name: "denseblock1." in name,
+    "stem_and_first_block": lambda name: name.startswith(("features.conv0", "features.norm0", "features.denseblock1")),
+    "middle_block": lambda name: "denseblock2." in name,
+    "all_blocks": lambda name: "denseblock" in name,
+    "first_layer": lambda name: "denselayer1." in name,
+    "last_layer": lambda name: "denselayer2." in name,
+    "all_but_last_layer": lambda name: "denselayer2." not in name,
+    "norms": lambda name: "norm" in name,
+    "norm1": lambda name: ".norm1." in name,
+    "norm2": lambda name: ".norm2." in name,
+    "gammas": lambda name: "norm" in name and name.endswith("weight"),
+    "betas": lambda name: name.endswith("bias"),
+    "convolutions": lambda name: "conv" in name,
+    "conv1": lambda name: ".conv1." in name,
+    "conv2": lambda name: ".conv2." in name,
+    "conv1_and_norm2": lambda name: ".conv1." in name or ".norm2." in name,
+    "all_but_norm1": lambda name: ".norm1." not in name,
+    "all_but_conv1": lambda name: ".conv1." not in name,
+    "all_but_one_beta": lambda name: name != "features.denseblock1.denselayer2.norm1.bias",
+    "all_but_one_gamma": lambda name: name != "features.denseblock2.denselayer1.norm2.weight",
+    "transitions": lambda name: "transition" in name,
+    "all_but_classifier": lambda name: not name.startswith("classifier"),
+    "everything": lambda name: True,
+    **{f"random_{seed}": (lambda name, seed=seed: random.Random(f"{seed} {name}").random() < 0.5) for seed in range(4)},
+}
+
+
+@each_mode
+@pytest.mark.parametrize("part", FROZEN)
+def test_frozen_parts(mode, part):
+    """Gradients that nobody asked for stay None, all others are the plain path's, with images that ask or do not.
+
+    Kills: layers skipped because their input needs no gradient, gradients computed or lost by a wrong mask.
+    """
+    model = toy(block_config=(2, 2), drop_rate=0.2 if part.startswith("random") else 0.0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not FROZEN[part](name))
+    for input_grad in (False, True):
+        for training in (True, False):
+            model.train(training)
+            assert_trains_like(model, twin(model, mode), images(), input_grad=input_grad)
+
+
+@each_mode
+def test_frozen_basic_layers(mode):
+    """The same without bottleneck, where one convolution reads the block's features."""
+    for kept in ("norm1.weight", "norm1.bias", "conv1.weight", "denselayer2", "denseblock1.denselayer1"):
+        model = toy(bn_size=None)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(kept in name or name.startswith("classifier"))
+        assert_trains_like(model, twin(model, mode), images(), input_grad=False)
+
+
+@each_mode
+def test_parts_frozen_and_thawed_between_steps(mode):
+    """Kills: a decision about gradients made once and kept."""
+    model = toy()
+    other = twin(model, mode)
+    for part in ("norms", "everything", "first_block", "nothing"):
+        for net in (model, other):
+            for name, parameter in net.named_parameters():
+                parameter.requires_grad_(not FROZEN[part](name))
+        assert_trains_like(model, other, images(), input_grad=False)
+
+
+@each_mode
+def test_no_graph_where_nothing_is_asked_for(mode):
+    """Kills: a graph, and memory, kept for a model that is frozen altogether."""
+    model = toy(mode).requires_grad_(False)
+    assert not model(images()).requires_grad
+
+
+# --- switching ---------------------------------------------------------------------------------------------------
+
+
+@each_mode
+def test_switching_back_and_forth(mode):
+    """Kills: state of a mode left behind on the modules."""
+    model = toy()
+    other = twin(model, mode)
+    for step in range(4):
+        other.set_efficient(mode if step % 2 else False)
+        assert_trains_like(model, other, images())
+
+
+@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize("second", MODES)
+def test_switching_between_forward_and_backward(first, second):
+    """Kills: a backward that asks the module, not its own graph, how the forward was done."""
+    model = toy()
+    other = twin(model, first)
+    states = []
+    for net in (model, other):
+        loss = classification_loss(net(images()))
+        if net is other:
+            net.set_efficient(second)
+        loss.backward()
+        states.append(gradients(net))
+    assert_same(*states)
+
+
+@each_mode
+@pytest.mark.parametrize("forward_training", [True, False], ids=["train", "eval"])
+def test_train_and_eval_between_forward_and_backward(mode, forward_training):
+    """Kills: a recomputation that normalises with whatever the module says at the time of the backward."""
+    model = toy(drop_rate=0.2).train(forward_training)
+    states = []
+    for net in (model, twin(model, mode)):
+        torch.manual_seed(2)
+        loss = classification_loss(net(images()))
+        net.train(not forward_training)
+        loss.backward()
+        states.append({**gradients(net), **dict(net.named_buffers())})
+    assert_same(*states)
+
+
+@each_mode
+def test_growing_and_shrinking_batches(mode):
+    """Kills: storage kept from an earlier batch of another size, type or resolution."""
+    model = toy()
+    other = twin(model, mode)
+    for size in ((2, 3, 16, 16), (6, 3, 16, 16), (3, 3, 24, 8), (2, 3, 16, 16)):
+        assert_trains_like(model, other, images(*size))
+    model.float(), other.float()
+    assert_trains_like(model, other, images().float(), tolerance=1e-3)
+
+
+# --- checkpoint: how it is done ----------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run, by name without overload; concatenations of feature maps, not of vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("cat", "stack") and args[0][0].dim() < 3:
+            name += " of vectors"
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def __getitem__(self, name: str) -> int:
+        return self.counts.get(name, 0)
+
+
+def operators(model: nn.Module, x: torch.Tensor) -> tuple[Operators, Operators]:
+    """What runs in the forward and in the backward of a training step."""
+    with Operators() as forward:
+        loss = classification_loss(model(x))
+    with Operators() as backward:
+        loss.backward()
+    return forward, backward
+
+
+@pytest.mark.parametrize("shape", ["cifar", "no_bottleneck", "dropout", "3d"])
+def test_checkpoint_concatenates_nothing(shape):
+    """Neither in the forward nor in the backward nor in the recomputation. Kills: a concatenation in any of them."""
+    overrides, size = SHAPES[shape]
+    for counted in operators(toy("checkpoint", **overrides), images(*size)):
+        assert counted["cat"] == counted["stack"] == 0
+    assert operators(toy("naive", **overrides), images(*size))[0]["cat"] > 0  # the counter sees them
+
+
+@pytest.mark.parametrize("shape", ["cifar", "no_bottleneck", "dropout", "3d"])
+def test_checkpoint_runs_no_convolution_again(shape):
+    """Kills: a checkpoint that ends behind the convolution and keeps nothing of it."""
+    overrides, size = SHAPES[shape]
+    plain_forward, plain_backward = operators(toy("naive", **overrides), images(*size))
+    forward, backward = operators(toy("checkpoint", **overrides), images(*size))
+    convolutions = ("convolution", "mm", "addmm", "bmm", "matmul", "mkldnn_convolution")
+    assert plain_forward["convolution"] > 0 and plain_backward["convolution"] == 0
+    assert sum(map(forward.__getitem__, convolutions)) == sum(map(plain_forward.__getitem__, convolutions))
+    assert sum(map(backward.__getitem__, convolutions)) == sum(map(plain_backward.__getitem__, convolutions))
+    assert backward["convolution_backward"] == plain_backward["convolution_backward"]
+
+
+@each_mode
+def test_no_generator_state_is_saved_where_nothing_is_random(mode, monkeypatch):
+    """Kills: ``preserve_rng_state`` left on, a fixed cost for every layer."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the generator's state was asked for")
+
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch, name, refuse)
+        monkeypatch.setattr(torch.random, name, refuse)
+    classification_loss(toy(mode)(images())).backward()
