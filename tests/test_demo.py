@@ -72,7 +72,7 @@ def test_a_run_leaves_what_it_promises(run):
 
     settings = json.loads(Path("out/config.json").read_text())
     assert settings["depth"] == 10 and settings["efficient"] is True and settings["seed"] == 3
-    assert settings["dataset"]["name"] == "digits" and settings["world_size"] == 1
+    assert settings["dataset"] == settings["images"]["name"] == "digits" and settings["world_size"] == 1
     assert settings["versions"]["torch"] == torch.__version__
 
     # model.dat is the model of the best epoch: its error on the validation images is the one that was logged.

@@ -141,7 +141,7 @@ def settings_of(config, world, facts, **found):
         "torchvision": torchvision.__version__,
         "python": platform.python_version(),
     }
-    return settings | {"dataset": facts, "world_size": world.size}
+    return settings | {"dataset": facts["name"], "images": facts, "world_size": world.size}
 
 
 class PeakMemory:
