@@ -14,7 +14,7 @@ from ..ops.bottleneck import checkpointed_bottleneck, is_hooked, why_not_recompu
 from ..ops.dense_block import (
     BlockCall, NormCall, TailCall, fused_block, layer_call, why_no_tail, why_not_fused, why_other_norm,
 )  # fmt: skip
-from ..ops.storage import FeatureBuffer, append
+from ..ops.storage import FeatureBuffer, append, is_channels_last
 
 MODES = ("naive", "checkpoint", "fused", "lean", "auto")
 
@@ -198,10 +198,12 @@ class DenseBlock(nn.ModuleDict):
         buffer = FeatureBuffer(x, channels, x.dtype)
         statistics = FeatureStatistics(buffer.tensor)
         features = append(None, x, buffer)
+        layout = torch.preserve_format if any(map(is_channels_last, self.parameters())) else torch.contiguous_format
         for layer in self.values():
             if why_not_recomputed(layer):
-                # An unknown module gets a tensor of its own, as concatenation would give it: it may work in place.
-                new = layer(features.clone())
+                # An unknown module gets what concatenation would give it: a tensor of its own, as it may work in place,
+                # in the plain model's layout, as it may draw random numbers in the order of memory.
+                new = layer(features.clone(memory_format=layout))
             else:
                 new = checkpointed_bottleneck(features, statistics, layer.norm1, layer.conv1)
                 new = layer.after_bottleneck(new)
@@ -255,6 +257,6 @@ class Transition(nn.Sequential):
     def __init__(self, in_channels: int, out_channels: int, spatial_dims: int):
         super().__init__()
         self.norm = batch_norm(spatial_dims, in_channels)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = nn.ReLU()  # not in place: whoever replaces the norm by an identity must not edit the block's features
         self.conv = conv(spatial_dims, in_channels, out_channels, kernel_size=1)
         self.pool = pool(spatial_dims, "Avg", kernel_size=2, stride=2)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .storage import as_rows, channels_last_empty
-from .tiles import Scratch, row_tiles
+from .tiles import tile_rows
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 masked_gradient = torch.ops.aten.threshold_backward.grad_input  # (dz, z, 0, grad_input=out): dz where z > 0, else 0
@@ -87,8 +87,8 @@ def batch_statistics(rows: Tensor) -> Statistics:
         ValueError: a single row, which has no variance.
     """
     moments = Moments()
-    for tile in row_tiles(rows.shape[0], rows.shape[1] * rows.element_size(), rows.device):
-        moments.add(rows[tile])
+    for tile in rows.split(tile_rows(rows.shape[0], rows.shape[1] * rows.element_size(), rows.device)):
+        moments.add(tile)
     return moments.statistics()
 
 
@@ -126,7 +126,7 @@ def move_running_statistics(norm: nn.Module, batch: Statistics, count: int) -> N
 
     with ``f`` the momentum, or ``1 / num_batches_tracked`` where the momentum is ``None``.
     """
-    if not norm.training or norm.running_mean is None:
+    if not (norm.training and norm.track_running_stats) or norm.running_mean is None:
         return
     factor = norm.momentum
     if norm.num_batches_tracked is not None:
@@ -187,8 +187,9 @@ class _NormReLU(torch.autograd.Function):
         norm = FoldedNorm(gamma, beta, Statistics(mean, var), eps, batch)
         z = channels_last_empty(x, x.shape[1])
         rows, z_rows = as_rows(x), as_rows(z)
-        for tile in row_tiles(z_rows.shape[0], z_rows.shape[1] * z.element_size(), x.device):
-            norm.relu(rows[tile], out=z_rows[tile])
+        step = tile_rows(z_rows.shape[0], z_rows.shape[1] * z.element_size(), x.device)
+        for x_tile, z_tile in zip(rows.split(step), z_rows.split(step), strict=True):
+            norm.relu(x_tile, out=z_tile)
         ctx.save_for_backward(x, gamma, beta, mean, var, z)
         ctx.eps, ctx.batch = eps, batch
         return z
@@ -207,15 +208,14 @@ class _NormReLU(torch.autograd.Function):
         need_sums = need_gamma or need_beta or ctx.batch
         dx = channels_last_empty(x, x.shape[1])
         rows, z_rows, dz_rows, dx_rows = as_rows(x), as_rows(z), as_rows(dz), as_rows(dx)
-        tiles = list(row_tiles(dx_rows.shape[0], dx_rows.shape[1] * dx.element_size(), x.device))
-        scratch = Scratch(x.device)
+        step = tile_rows(dx_rows.shape[0], dx_rows.shape[1] * dx.element_size(), x.device)
+        tiles = [t.split(step) for t in (rows, z_rows, dz_rows, dx_rows)]
         sum_dz, sum_dz_x = torch.zeros_like(mean), torch.zeros_like(mean)  # Σ dz and Σ dz (x - mean)
-        for tile in tiles:
-            masked = masked_gradient(dz_rows[tile], z_rows[tile], 0, grad_input=dx_rows[tile])
+        for x_tile, z_tile, dz_tile, dx_tile in zip(*tiles, strict=True):
+            masked_gradient(dz_tile, z_tile, 0, grad_input=dx_tile)
             if need_sums:
-                sum_dz += masked.sum(0, dtype=mean.dtype)
-                centred = torch.sub(rows[tile], mean, out=scratch.take("centred", masked.shape, mean.dtype))
-                sum_dz_x += centred.mul_(masked).sum(0)
+                sum_dz += dx_tile.sum(0, dtype=mean.dtype)
+                sum_dz_x += torch.sub(x_tile, mean).mul_(dx_tile).sum(0)
         sum_dz_x *= norm.r
         dgamma = sum_dz_x.to(gamma.dtype) if need_gamma else None
         dbeta = sum_dz.to(beta.dtype) if need_beta else None
@@ -223,10 +223,10 @@ class _NormReLU(torch.autograd.Function):
             return None, dgamma, dbeta, None, None, None, None
         if ctx.batch:
             slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, dx_rows.shape[0])
-        for tile in tiles:
-            dx_rows[tile].mul_(norm.scale)
+        for x_tile, _, _, dx_tile in zip(*tiles, strict=True):
+            dx_tile.mul_(norm.scale)
             if ctx.batch:
-                dx_rows[tile].addcmul_(rows[tile], slope).add_(level)
+                dx_tile.addcmul_(x_tile, slope).add_(level)
         return dx, dgamma, dbeta, None, None, None, None
 
 

@@ -29,8 +29,9 @@ moved before its convolution (both are linear, and the product then has a quarte
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,7 @@ from .batch_norm import (
 from .bottleneck import CONVOLUTIONS, is_hooked
 from .conv3x3 import ConvBackward, accumulate_product, conv_forward, forward_weight
 from .storage import FeatureBuffer, append, as_rows, channels_last_empty
-from .tiles import Scratch, row_tiles
+from .tiles import Scratch, fit, tile_rows
 
 # gamma dgamma = Σ W dW - beta dbeta loses log2(|beta dbeta| / |gamma dgamma|) bits; beyond this ratio it is summed directly.
 LEAST_GAMMA_OVER_BETA = 0.02
@@ -183,13 +184,13 @@ class _Pass:
         self.dtype, self.device = features.dtype, features.device
         self.scratch = Scratch(features.device)
 
-    def tiles(self, width: int) -> Iterator[slice]:
-        """Tiles of rows for a pass that works on ``width`` channels."""
-        return row_tiles(self.rows.shape[0], width * self.features.element_size(), self.device)
+    def step(self, width: int, unit: int = 1) -> int:
+        """Rows of a tile for a pass that works on ``width`` channels."""
+        return tile_rows(self.rows.shape[0], width * self.features.element_size(), self.device, unit)
 
-    def image_tiles(self, width: int) -> Iterator[slice]:
-        """Tiles of whole images."""
-        return row_tiles(self.rows.shape[0], width * self.features.element_size(), self.device, unit=self.image)
+    def image_step(self, width: int) -> int:
+        """The same for whole images."""
+        return self.step(width, self.image)
 
     def take(self, name: str, rows: int, width: int) -> Tensor:
         return self.scratch.take(name, (rows, width), self.dtype)
@@ -201,11 +202,13 @@ class _Pass:
 def _conv1_forward(run: _Pass, x: Tensor, norm: FoldedNorm, weight: Tensor, out: Tensor, moments: Moments | None) -> None:
     """``out = relu(norm(x)) W1ᵀ``."""
     transposed = run.cast(weight).flatten(1).t().contiguous()
-    for tile in run.tiles(x.shape[1]):
-        z = norm.relu(x[tile], out=run.take("z", tile.stop - tile.start, x.shape[1]))
-        b = torch.mm(z, transposed, out=out[tile])
+    step = run.step(x.shape[1])
+    scratch = run.take("z", step, x.shape[1])
+    for x_tile, b_tile in zip(x.split(step), out.split(step), strict=True):
+        z = norm.relu(x_tile, out=fit(scratch, x_tile.shape[0]))
+        torch.mm(z, transposed, out=b_tile)
         if moments is not None:
-            moments.add(b)
+            moments.add(b_tile)
 
 
 def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: Sequence[Tensor], keep: bool):
@@ -238,18 +241,20 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
             source, norm = b, layer_kept.norm2
 
         k, width = p[-1].shape[:2]
-        noise = None
+        step = run.image_step(width)
+        noise = itertools.repeat(None)
         if layer.drop_rate:
             if keep:
                 layer_kept.random_state = _random_state(run.device)
             shape = (run.features.shape[0], k, *run.sizes)
-            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, layer.drop_rate, None))
+            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, layer.drop_rate, None)).split(step)
         weight = forward_weight(run.cast(p[-1]))
-        for tile in run.image_tiles(width):
-            a = norm.relu(source[tile], out=run.take("a", tile.stop - tile.start, width))
-            y = conv_forward(a, weight, run.sizes, k)
-            out = rows[tile, channels : channels + k]
-            out.copy_(y) if noise is None else torch.mul(y, noise[tile], out=out)
+        scratch = run.take("a", step, width)
+        new = rows[:, channels : channels + k]
+        for x, y, factor in zip(source.split(step), new.split(step), noise):  # noqa: B905 - noise may repeat without end
+            a = norm.relu(x, out=fit(scratch, x.shape[0]))
+            conv = conv_forward(a, weight, run.sizes, k)
+            y.copy_(conv) if factor is None else torch.mul(conv, factor, out=y)
         channels += k
         kept.layers.append(layer_kept)
 
@@ -259,8 +264,9 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
     if call.tail.pool is None:
         out = channels_last_empty(run.features, channels)
         out_rows = as_rows(out)
-        for tile in run.tiles(channels):
-            kept.tail.relu(rows[tile], out=out_rows[tile])
+        step = run.step(channels)
+        for x, z in zip(rows.split(step), out_rows.split(step), strict=True):
+            kept.tail.relu(x, out=z)
         return out, kept
     pooling = _Pooling(run, call.tail.pool)
     weight = run.cast(tail_parameters[2]).flatten(1).t() / pooling.window
@@ -268,9 +274,11 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
         (run.features.shape[0], *pooling.sizes, weight.shape[1]), dtype=run.dtype, device=run.device
     ).movedim(-1, 1)
     out_rows = as_rows(out)
-    for tile in run.image_tiles(channels):
-        z = kept.tail.relu(rows[tile], out=run.take("z", tile.stop - tile.start, channels))
-        torch.mm(pooling.sums(z), weight, out=out_rows[pooling.pooled(tile)])
+    step = run.image_step(channels)
+    scratch = run.take("z", step, channels)
+    for x, y in zip(rows.split(step), out_rows.split(pooling.pooled(step)), strict=True):
+        z = kept.tail.relu(x, out=fit(scratch, x.shape[0]))
+        torch.mm(pooling.sums(z), weight, out=y)
     return out, kept
 
 
@@ -284,10 +292,9 @@ class _Pooling:
         self.window = math.prod(pool)
         self.covers_all = all(s % p == 0 for s, p in zip(run.sizes, pool, strict=True))
 
-    def pooled(self, tile: slice) -> slice:
-        """The rows of the pooled images that belong to a tile of whole images."""
-        image = self._run.image
-        return slice(tile.start // image * self.image, tile.stop // image * self.image)
+    def pooled(self, rows: int) -> int:
+        """How many rows that many rows of whole images become."""
+        return rows // self._run.image * self.image
 
     def windows(self, z: Tensor) -> list[Tensor]:
         """Views of the rows ``z``, one for every place in the window: ``(n, *pooled sizes, C)`` each."""
@@ -339,8 +346,7 @@ class _GradientSums:
         """A tile's masked gradient, and the rows the norm read."""
         self.dbeta += dz.sum(0, dtype=self.dbeta.dtype)
         if self._direct is not None:
-            centred = self._run.scratch.take("centred", dz.shape, self.dbeta.dtype)
-            self._direct += torch.sub(x, self._norm.mean, out=centred).mul_(dz).sum(0)
+            self._direct += torch.sub(x, self._norm.mean).mul_(dz).sum(0)
 
     def finish(self, product: Tensor | None) -> tuple[Tensor, Tensor]:
         """``dgamma`` and ``gamma dgamma``, given ``Σ W dW`` per channel for the short cut."""
@@ -393,22 +399,26 @@ class _Backward:
         self.slope = torch.zeros(total, dtype=dtype, device=features.device)
         self.level = torch.zeros_like(self.slope)
 
-    def gradient(self, columns: slice) -> Tensor:
-        return self.g_rows[:, columns.start - self.first : columns.stop - self.first]
+    def gradient(self, start: int, stop: int) -> Tensor:
+        """The columns of G for these channels."""
+        return self.g_rows[:, start - self.first : stop - self.first]
 
     def defer(self, norm: FoldedNorm, sums: _GradientSums, gamma_dgamma: Tensor) -> None:
-        """Note BatchNorm's correction for the channels it read; :meth:`corrected` applies it."""
+        """Note BatchNorm's correction for the channels it read; :meth:`write_gradient` applies it."""
         if norm.batch:
             slope, level = norm.correction(sums.dbeta, gamma_dgamma, self.run.rows.shape[0])
             self.slope[: slope.shape[0]] += slope
             self.level[: level.shape[0]] += level
 
-    def corrected(self, columns: slice, tile: slice, shape: tuple[int, ...] | None, out: Tensor) -> Tensor:
-        """The complete gradient of some channels, all of whose readers are done: ``G + slope F + level``."""
-        x, g = self.run.rows[tile, columns], self.gradient(columns)[tile]
-        if shape is not None:
-            x, g = x.view(shape), g.view(shape)
-        return torch.addcmul(self.level[columns], x, self.slope[columns], out=out).add_(g)
+    def write_gradient(self, start: int, stop: int, step: int) -> Iterator[Callable[[Tensor], Tensor]]:
+        """For every tile, what writes the complete gradient of channels all of whose readers are done to a given place."""
+        slope, level = self.slope[start:stop], self.level[start:stop]
+        for x, g in zip(self.run.rows[:, start:stop].split(step), self.gradient(start, stop).split(step), strict=True):
+
+            def write(out: Tensor, x: Tensor = x, g: Tensor = g) -> Tensor:
+                return torch.addcmul(level, x.view(out.shape), slope, out=out).add_(g.view(out.shape))
+
+            yield write
 
     def tail(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Fill G from the gradient of what the tail gave; returns the tail's parameter gradients."""
@@ -429,13 +439,14 @@ class _Backward:
                 dw = torch.zeros_like(weight, dtype=self.slope.dtype)
         need_sums = need_gamma or need_beta or (need_dx and norm.batch)
         sums = _GradientSums(run, norm, dw is not None) if need_sums else None
-        for tile in run.image_tiles(total):
-            x = run.rows[tile]
-            z = norm.relu(x, out=run.take("z", x.shape[0], total))
+        step = run.image_step(total)
+        scratch = run.take("z", step, total)
+        grad_step = step if pooling is None else pooling.pooled(step)
+        for x, g, dout in zip(run.rows.split(step), self.g_rows.split(step), grad_rows.split(grad_step), strict=True):
+            z = norm.relu(x, out=fit(scratch, x.shape[0]))
             if pooling is None:
-                dz = masked_gradient(grad_rows[tile], z, 0, grad_input=z)
+                dz = masked_gradient(dout, z, 0, grad_input=z)
             else:
-                dout = grad_rows[pooling.pooled(tile)]
                 if dw is not None:
                     accumulate_product(dw, dout.t(), pooling.sums(z))
                 if not (need_sums or need_dx):
@@ -445,7 +456,7 @@ class _Backward:
             if sums is not None:
                 sums.add(dz, x)
             if need_dx:
-                torch.mul(dz[:, self.first :], norm.scale[self.first :], out=self.g_rows[tile])
+                torch.mul(dz[:, self.first :], norm.scale[self.first :], out=g)
         gradients = [None, None]
         if sums is not None:
             dgamma, gamma_dgamma = sums.finish(None if dw is None else (dw * weight).sum(0))
@@ -481,41 +492,45 @@ class _Backward:
     def _neighbourhood(self, i, source, norm, p, need, need_dx, sink) -> tuple[Tensor | None, ...]:
         """``conv3x3(relu(norm(source)))`` backwards.
 
-        ``scale dz`` is added into G where ``sink`` is None (the source is the buffer itself); else ``dz`` is written to
-        it, and left there corrected for :meth:`_conv1` are ``self.slope2, self.level2``.
+        Where the source is the buffer itself, ``scale dz`` is added into G. Else ``dz`` is written to ``sink``, and what
+        :meth:`_conv1` needs to complete it is left in ``self.correction2``.
         """
         run, call = self.run, self.call.layers[i]
         gamma, beta, weight = p
         need_gamma, need_beta, need_weight = need
-        columns = slice(self.starts[i], self.starts[i + 1])
         k, width = weight.shape[:2]
         need_sums = need_gamma or need_beta or (need_dx and norm.batch)
         need_input = need_sums or need_dx
         conv = ConvBackward(run.cast(weight), run.sizes, run.scratch, need_input, need_weight)
         sums = _GradientSums(run, norm, need_weight) if need_sums else None
-        noise = None
+        step = run.image_step(width)
+        noise = itertools.repeat(None)
         if call.drop_rate:
             shape = (run.features.shape[0], k, *run.sizes)
             state = self.kept.layers[i].random_state
-            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, call.drop_rate, state))
-        for tile in run.image_tiles(width):
-            x = source[tile]
-            n = x.shape[0] // run.image
-            dy, inside = conv.bordered(n)
-            self.corrected(columns, tile, (n, *run.sizes, k), out=inside)
-            if noise is not None:
-                inside.mul_(noise[tile].view(inside.shape))
-            a = norm.relu(x, out=run.take("a", x.shape[0], width))
+            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, call.drop_rate, state)).split(step)
+        scratch = run.take("a", step, width)
+        # Where dz goes, tile by tile: to the sink, or, scaled, into G.
+        places = itertools.repeat(None)
+        if sink is not None or need_dx:
+            places = (self.gradient(self.first, width) if sink is None else sink).split(step)
+        write_own = self.write_gradient(self.starts[i], self.starts[i + 1], step)
+        for x, write, factor, place in zip(source.split(step), write_own, noise, places):  # noqa: B905 - some repeat
+            dy, inside = conv.bordered(x.shape[0] // run.image)
+            write(inside)
+            if factor is not None:
+                inside.mul_(factor.view(inside.shape))
+            a = norm.relu(x, out=fit(scratch, x.shape[0]))
             if need_weight:
                 conv.add_weight(dy, a)
             if not need_input:
                 continue
             da = conv.input(dy)
-            dz = masked_gradient(da, a, 0, grad_input=a if sink is None else sink[tile])
+            dz = masked_gradient(da, a, 0, grad_input=a if sink is None else place)
             if sums is not None:
                 sums.add(dz, x)
             if sink is None and need_dx:
-                self.gradient(slice(self.first, width))[tile].addcmul_(dz[:, self.first :], norm.scale[self.first :])
+                place.addcmul_(dz[:, self.first :], norm.scale[self.first :])
         dweight = conv.weight() if need_weight else None
         dgamma = gamma_dgamma = None
         if sums is not None:
@@ -541,26 +556,30 @@ class _Backward:
         dw = torch.zeros_like(transposed, dtype=self.slope.dtype) if need_weight else None
         sums = _GradientSums(run, norm, need_weight) if need_sums else None
         width, first = matrix.shape[0], self.first
-        g = self.gradient(slice(first, start)) if need_dx else None
-        for tile in run.tiles(start):
-            x = run.rows[tile, :start]
-            db = run.take("db", x.shape[0], width)
+        step = run.step(start)
+        z_scratch, dz_scratch = run.take("z", step, start), run.take("dz", step, start)
+        db_scratch = run.take("db", step, width)
+        places = self.gradient(first, start).split(step) if need_dx else itertools.repeat(None)
+        sources = (run.rows[:, :start].split(step), b.split(step), da.split(step), places)
+        for x, b_tile, da_tile, g in zip(*sources):  # noqa: B905 - places may repeat
+            rows = x.shape[0]
+            db = fit(db_scratch, rows)
             if norm2.batch:
                 slope, level = self.correction2
-                torch.addcmul(level, b[tile], slope, out=db).addcmul_(da[tile], norm2.scale)
+                torch.addcmul(level, b_tile, slope, out=db).addcmul_(da_tile, norm2.scale)
             else:
-                torch.mul(da[tile], norm2.scale, out=db)
-            z = norm.relu(x, out=run.take("z", x.shape[0], start))
+                torch.mul(da_tile, norm2.scale, out=db)
+            z = norm.relu(x, out=fit(z_scratch, rows))
             if need_weight:
                 accumulate_product(dw, z.t(), db)
             if not (need_sums or need_dx):
                 continue
-            dz = torch.mm(db, transposed.t(), out=run.take("dz", x.shape[0], start))
+            dz = torch.mm(db, transposed.t(), out=fit(dz_scratch, rows))
             masked_gradient(dz, z, 0, grad_input=dz)
             if sums is not None:
                 sums.add(dz, x)
             if need_dx:
-                g[tile].addcmul_(dz[:, first:], norm.scale[first:])
+                g.addcmul_(dz[:, first:] if first else dz, norm.scale[first:])
         dgamma = None
         if sums is not None:
             product = (dw * transposed).sum(1) if need_weight else None
@@ -575,11 +594,10 @@ class _Backward:
 
     def input(self) -> Tensor:
         """The complete gradient of the block's input."""
-        columns = slice(0, self.starts[0])
-        dx = channels_last_empty(self.run.features, columns.stop)
-        out = as_rows(dx)
-        for tile in self.run.tiles(columns.stop):
-            self.corrected(columns, tile, None, out=out[tile])
+        dx = channels_last_empty(self.run.features, self.starts[0])
+        step = self.run.step(self.starts[0])
+        for write, out in zip(self.write_gradient(0, self.starts[0], step), as_rows(dx).split(step), strict=True):
+            write(out)
         return dx
 
 

@@ -25,6 +25,12 @@ def as_rows(x: Tensor) -> Tensor:
     return x.movedim(1, -1).reshape(-1, x.shape[1])
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Whether torch takes ``x`` for channels-last; a tensor that is both (one channel, one pixel) counts as contiguous."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and not x.is_contiguous() and x.is_contiguous(memory_format=formats[x.dim()])
+
+
 class FeatureBuffer:
     """The features of one dense block in one forward pass.
 

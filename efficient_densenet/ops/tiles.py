@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 
 import torch
 from torch import Tensor
@@ -13,12 +13,15 @@ CPU_TILE_BYTES = 2**21
 ACCELERATOR_TILE_BYTES = 2**26
 
 
-def row_tiles(rows: int, row_bytes: int, device: torch.device, unit: int = 1) -> Iterator[slice]:
-    """Slices that cover ``rows`` rows of ``row_bytes`` each, in steps of a multiple of ``unit`` (one image's rows, say)."""
+def tile_rows(rows: int, row_bytes: int, device: torch.device, unit: int = 1) -> int:
+    """How many of ``rows`` rows of ``row_bytes`` each make a tile: a multiple of ``unit`` (one image's rows, say)."""
     tile_bytes = CPU_TILE_BYTES if device.type == "cpu" else ACCELERATOR_TILE_BYTES
-    step = max(tile_bytes // max(row_bytes * unit, 1), 1) * unit
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    return min(max(tile_bytes // max(row_bytes * unit, 1), 1) * unit, rows)
+
+
+def fit(scratch: Tensor, rows: int) -> Tensor:
+    """The first ``rows`` rows; the tensor itself for all but the last tile."""
+    return scratch if scratch.shape[0] == rows else scratch[:rows]
 
 
 class Scratch:
@@ -30,9 +33,7 @@ class Scratch:
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised contiguous tensor, valid until the same name is taken again."""
-        size = 1
-        for n in shape:
-            size *= n
+        size = math.prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.numel() < size or flat.dtype != dtype:
             self._flat.pop(name, None)
