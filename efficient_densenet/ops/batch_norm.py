@@ -57,7 +57,7 @@ class Moments:
         dtype = torch.promote_types(rows.dtype, torch.float32)
         if rows.device.type != "cpu" or count == 1:
             var, mean = torch.var_mean(rows.to(dtype), dim=0, correction=0)
-        elif width >= 32 and rows.is_contiguous() and dtype == rows.dtype:
+        elif width % 8 == 0 and rows.is_contiguous() and dtype == rows.dtype:
             mean, var = torch.batch_norm_update_stats(rows, None, None, 0.0)
         else:  # narrow or strided: two products with a row of ones beat torch's reductions
             rows = rows.to(dtype)
@@ -109,14 +109,24 @@ class FeatureStatistics:
 
     def first(self, channels: int) -> Statistics:
         """The statistics of the first ``channels`` channels, which must have been written by now."""
-        known = 0 if self._mean is None else self._mean.shape[0]
-        if known < channels:
+        if self._known < channels:
             check_count(self._rows.shape[0], (self._shape[0], channels, *self._shape[2:]))
-            new = batch_statistics(self._rows[:, known:channels])
-            # New vectors, not slices of one: what autograd has saved of the old ones stays untouched.
-            self._mean = torch.cat((self._mean, new.mean)) if known else new.mean
-            self._var = torch.cat((self._var, new.var)) if known else new.var
+            self._append(batch_statistics(self._rows[:, self._known : channels]))
         return Statistics(self._mean[:channels], self._var[:channels])
+
+    def extend(self, start: int, channels: int, new: Statistics) -> None:
+        """Take the statistics of ``channels`` channels from ``start`` from whoever had them at hand, if they come next."""
+        if self._known == start:
+            self._append(Statistics(new.mean[:channels], new.var[:channels]))
+
+    @property
+    def _known(self) -> int:
+        return 0 if self._mean is None else self._mean.shape[0]
+
+    def _append(self, new: Statistics) -> None:
+        # New vectors, not slices of one: what autograd has saved of the old ones stays untouched.
+        self._mean = new.mean if self._mean is None else torch.cat((self._mean, new.mean))
+        self._var = new.var if self._var is None else torch.cat((self._var, new.var))
 
 
 def move_running_statistics(norm: nn.Module, batch: Statistics, count: int) -> None:

@@ -38,11 +38,11 @@ def forward_weight(weight: Tensor) -> Tensor:
     return _channels_last(weight)
 
 
-def conv_forward(a: Tensor, weight: Tensor, sizes: tuple[int, ...], k: int) -> Tensor:
-    """``y``, ``(n·hw, k)``, of the rows ``a``, ``(n·hw, C)``, of whole images; ``weight`` from :func:`forward_weight`."""
+def conv_forward(a: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """``y`` of the rows ``a``, ``(n·hw, C)``, of whole images; ``weight``, and so the columns, from :func:`forward_weight`."""
     padding = tuple(t // 2 for t in weight.shape[2:])
     y = _CONVOLUTIONS[weight.dim()](as_images(a, sizes), weight, padding=padding)
-    return y.movedim(1, -1).reshape(a.shape[0], -1)[:, :k]
+    return y.movedim(1, -1).reshape(a.shape[0], -1)
 
 
 class ConvBackward:

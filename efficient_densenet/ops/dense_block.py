@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch_norm import (
-    NORMS, FeatureStatistics, FoldedNorm, Moments, Statistics, masked_gradient, move_running_statistics,
+    NORMS, FeatureStatistics, FoldedNorm, Moments, Statistics, check_count, masked_gradient, move_running_statistics,
     uses_batch_statistics,
 )  # fmt: skip
 from .bottleneck import CONVOLUTIONS, is_hooked
@@ -220,10 +220,12 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
     def fold(norm: NormCall, gamma: Tensor, beta: Tensor, moments: Moments | None = None) -> FoldedNorm:
         used = None
         if norm.batch:
+            check_count(count, tuple(buffer.tensor.shape))
             used = statistics.first(channels) if moments is None else moments.statistics()
             move_running_statistics(norm.module, used, count)
         return norm.fold(gamma, beta, used)
 
+    reads_batch = any(layer.norm1.batch for layer in call.layers) or bool(call.tail and call.tail.norm.batch)
     kept = _Kept([])
     groups, tail_parameters = call.split(parameters)
     for layer, p in zip(call.layers, groups, strict=True):
@@ -251,10 +253,18 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
         weight = forward_weight(run.cast(p[-1]))
         scratch = run.take("a", step, width)
         new = rows[:, channels : channels + k]
+        moments = Moments()
         for x, y, factor in zip(source.split(step), new.split(step), noise):  # noqa: B905 - noise may repeat without end
             a = norm.relu(x, out=fit(scratch, x.shape[0]))
-            conv = conv_forward(a, weight, run.sizes, k)
-            y.copy_(conv) if factor is None else torch.mul(conv, factor, out=y)
+            conv = conv_forward(a, weight, run.sizes)
+            if factor is None:
+                y.copy_(conv[:, :k])
+                if reads_batch:
+                    moments.add(conv)  # contiguous and hot, unlike y
+            else:
+                torch.mul(conv[:, :k], factor, out=y)
+        if reads_batch and not layer.drop_rate:
+            statistics.extend(channels, k, moments.statistics())
         channels += k
         kept.layers.append(layer_kept)
 
