@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.bottleneck import is_hooked
+from ..ops.modules import is_hooked, why_no_stem, why_plain
+from ..ops.stem import norm_relu_max_pool
 from .layers import BlockPlan, DenseBlock, Transition, batch_norm, conv, mode_name, pool
 
 
@@ -159,17 +161,69 @@ class DenseNet(nn.Module):
                 module.efficient = self._efficient
         return self
 
-    def execution_plan(self) -> list[BlockPlan]:
-        """For every dense block: its name, the mode asked for, what runs, and why where the two differ."""
+    def execution_plan(self, input_shape: tuple[int, ...] | None = None) -> list[BlockPlan]:
+        """For every dense block: its name, the mode asked for, what runs, and why where the two differ.
+
+        Args:
+            input_shape: ``(N, in_channels, *spatial)``; matters in lean mode alone, where the blocks that keep conv1's
+                outputs depend on the sizes. A typical one if not given.
+        """
+        if input_shape is None:
+            input_shape = (1, self.in_channels, *(8 * self.min_size,) * self.spatial_dims)
+        off_peak = self._off_peak(input_shape)
         return [
-            module.plan(name)
+            module.plan(name, keeps_conv1=module in off_peak)
             for name, module in self.named_modules()
             if isinstance(module, DenseBlock)
         ]
 
     def extra_repr(self) -> str:
-        runs = sorted({plan.runs for plan in self.execution_plan()})
-        return f"efficient={self._efficient!r}, blocks run: {', '.join(runs)}"
+        plans = self.execution_plan()
+        lines = f"efficient={self._efficient!r}, blocks run: {', '.join(sorted({plan.runs for plan in plans}))}"
+        if self._efficient == "lean":
+            kept = [plan.block for plan in plans if plan.keeps_conv1]
+            lines += f", conv1's outputs kept in: {', '.join(kept) or 'none'}"
+        return lines
+
+    def _off_peak(self, input_shape: Sequence[int]) -> set[DenseBlock]:
+        """The blocks that may keep the outputs of their conv1 without raising the peak of a training step in lean mode.
+
+        While a block goes backward there are: all features and kept outputs up to it, its gradient buffer, and its widest
+        layer's b and da. What a block keeps is there while it and every later one goes backward: outputs are kept from
+        the last block on, as long as the largest of these sums stays what it is when nothing is kept.
+        """
+        if self._efficient != "lean":
+            return set()
+        sizes, channels = list(input_shape[2:]), 0
+        blocks, alive = [], 0
+        for module in self.features.children():
+            if isinstance(module, DenseBlock) and len(module) and not module.plan().reason:
+                rows = input_shape[0] * math.prod(sizes)
+                total, outputs, widest = module.sizes(channels)
+                blocks.append((module, rows * total, rows * outputs, 2 * rows * widest))
+                channels = total
+            elif isinstance(module, Transition):
+                sizes, channels = [s // 2 for s in sizes], module.conv.weight.shape[0]
+            elif hasattr(module, "weight") and hasattr(module, "stride"):
+                sizes, channels = [(s - 1) // module.stride[0] + 1 for s in sizes], module.weight.shape[0]
+            elif hasattr(module, "kernel_size"):
+                stem = input_shape[0] * math.prod(sizes) * channels
+                alive += stem
+                sizes = [(s - 1) // 2 + 1 for s in sizes]
+
+        def peak(kept: set[DenseBlock]) -> int:
+            highest, before = 0, alive
+            for block, features, outputs, working in blocks:
+                before += features + (outputs if block in kept else 0)
+                highest = max(highest, before + features + working)
+            return highest
+
+        kept: set[DenseBlock] = set()
+        allowed = peak(kept)
+        for block, *_ in reversed(blocks):
+            if peak(kept | {block}) <= allowed:
+                kept.add(block)
+        return kept
 
     # The forward pass
 
@@ -192,18 +246,19 @@ class DenseNet(nn.Module):
         """``relu(features(x))``, each dense block as one function with what closes it wherever both allow it."""
         if self._efficient in ("naive", "checkpoint") or is_hooked(self.features):
             return F.relu(self.features(x))
+        off_peak = self._off_peak(x.shape)
         modules = list(self.features.children())
         while modules:
-            module = modules.pop(0)
-            closed = None
+            module, closed = modules.pop(0), None
             if isinstance(module, DenseBlock) and modules and (isinstance(modules[0], Transition) or len(modules) == 1):
-                closed = module.closed_by(x, modules[0])
-            if closed is None:
-                x = module(x)
-                continue
-            x = closed
-            if not isinstance(modules.pop(0), Transition):
-                return x
+                closed = module.closed_by(x, modules[0], keep_conv1=module in off_peak)
+                if closed is not None and not isinstance(modules.pop(0), Transition):
+                    return closed
+            elif len(modules) > 2 and not (torch.compiler.is_compiling() or why_plain(x)):
+                if not why_no_stem(module, *modules[:2]):
+                    closed = norm_relu_max_pool(x, module, modules[1])
+                    del modules[:2]
+            x = module(x) if closed is None else closed
         return F.relu(x)
 
     @torch.jit.unused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.batch_norm import FeatureStatistics
-from ..ops.bottleneck import checkpointed_bottleneck, is_hooked, why_not_recomputed, why_plain
-from ..ops.dense_block import (
-    BlockCall, NormCall, TailCall, fused_block, layer_call, why_no_tail, why_not_fused, why_other_norm,
+from ..ops.bottleneck import checkpointed_bottleneck
+from ..ops.dense_block import BlockCall, NormCall, TailCall, fused_block, layer_call
+from ..ops.modules import (
+    is_hooked, why_no_final_norm, why_no_transition, why_not_fused, why_not_recomputed, why_plain,
 )  # fmt: skip
 from ..ops.storage import FeatureBuffer, append, is_channels_last
 
@@ -88,12 +90,17 @@ class DenseLayer(nn.Module):
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What one dense block runs: its name, the mode asked for, the path taken, and why where that is another one."""
+    """What one dense block runs: its name, the mode asked for, the path taken, and why where that is another one.
+
+    ``keeps_conv1``: whether the outputs of the layers' ``conv1`` stay in memory between forward and backward. Always in
+    naive, checkpoint and fused; in lean only in the blocks that do not set the peak.
+    """
 
     block: str
     asked: str
     runs: str
     reason: str = ""
+    keeps_conv1: bool = True
 
 
 class DenseBlock(nn.ModuleDict):
@@ -113,7 +120,6 @@ class DenseBlock(nn.ModuleDict):
     """
 
     efficient = "naive"
-    keeps_conv1 = False  # in lean mode: whether conv1's outputs are kept all the same, since this block sets no peak
 
     def __init__(
         self, num_layers: int, in_channels: int, growth_rate: int, bn_size: int | None, drop_rate: float, spatial_dims: int
@@ -145,30 +151,32 @@ class DenseBlock(nn.ModuleDict):
             run = self._checkpointed
         return outside_the_compiler(run, x) if torch.compiler.is_compiling() else run(x)
 
-    def closed_by(self, x: Tensor, tail: nn.Module) -> Tensor | None:
+    def closed_by(self, x: Tensor, tail: nn.Module, keep_conv1: bool = False) -> Tensor | None:
         """The block and what closes it as one function, or ``None`` where it has to be the one after the other.
 
         Args:
             x: the block's input.
             tail: a :class:`Transition`, or the model's final norm, with which goes its ReLU.
+            keep_conv1: in lean mode, keep the outputs of ``conv1`` all the same: this block does not set the peak.
         """
         if is_hooked(self) or why_plain(x) or self.plan().runs not in ("fused", "lean") or self._dtype_of(x) is None:
             return None
         if isinstance(tail, Transition):
-            if why_no_tail(tail) or min(x.shape[2:]) < 2:
+            if why_no_transition(tail) or min(x.shape[2:]) < 2:
                 return None
             pool = (2,) * (x.dim() - 2)
             call = TailCall(NormCall.of(tail.norm), pool if len(pool) > 1 else (1, 2))
             parameters = [tail.norm.weight, tail.norm.bias, tail.conv.weight]
         else:
-            if why_other_norm(tail, "norm5"):
+            if why_no_final_norm(tail):
                 return None
             call, parameters = TailCall(NormCall.of(tail), None), [tail.weight, tail.bias]
-        if torch.compiler.is_compiling():
-            return outside_the_compiler(self._fused, x, call, parameters)
-        return self._fused(x, call, parameters)
+        run = functools.partial(self._fused, tail=call, tail_parameters=parameters, keep_conv1=keep_conv1)
+        return outside_the_compiler(run, x) if torch.compiler.is_compiling() else run(x)
 
-    def _fused(self, x: Tensor, tail: TailCall | None = None, tail_parameters: Sequence[Tensor] = ()) -> Tensor:
+    def _fused(
+        self, x: Tensor, tail: TailCall | None = None, tail_parameters: Sequence[Tensor] = (), keep_conv1: bool = False
+    ) -> Tensor:
         """The whole block, and its tail, as one function."""
         dtype = self._dtype_of(x)
         calls, parameters = [], []
@@ -181,7 +189,7 @@ class DenseBlock(nn.ModuleDict):
         if one_d:  # one row of pixels
             x = x.unsqueeze(2)
             parameters = [p.unsqueeze(2) if p.dim() == 3 else p for p in parameters]
-        keep_conv1 = self.plan().runs == "fused" or self.keeps_conv1
+        keep_conv1 = keep_conv1 or self.efficient != "lean"
         out = fused_block(x, BlockCall(tuple(calls), tail, keep_conv1), parameters, dtype)
         return out.squeeze(2) if one_d else out
 
@@ -215,12 +223,17 @@ class DenseBlock(nn.ModuleDict):
             features = append(features, new, buffer)
         return features
 
+    def sizes(self, in_channels: int) -> tuple[int, int, int]:
+        """Channels of the finished block, of all its conv1 outputs together, and of the widest of them."""
+        widths = [layer.conv1.weight.shape[0] if layer.has_bottleneck else 0 for layer in self.values()]
+        return in_channels + sum(layer.growth_rate for layer in self.values()), sum(widths), max(widths)
+
     def _why_not_dense_layers(self) -> str:
         foreign = [f"{key} is a {type(layer).__name__}" for key, layer in self.items() if type(layer) is not DenseLayer]
         return ", ".join(foreign)
 
-    def plan(self, name: str = "") -> BlockPlan:
-        """What this block runs, and why where it is not what was asked for."""
+    def plan(self, name: str = "", keeps_conv1: bool = False) -> BlockPlan:
+        """What this block runs, and why where it is not what was asked for; ``keeps_conv1`` as its model decides in lean."""
         asked = self.efficient
         if asked == "naive":
             return BlockPlan(name, asked, "naive")
@@ -229,7 +242,8 @@ class DenseBlock(nn.ModuleDict):
         if asked != "checkpoint":
             reasons = [f"{key}: {why}" for key, layer in self.items() if (why := why_not_fused(layer))]
             if not reasons:
-                return BlockPlan(name, asked, "fused" if asked == "auto" else asked)
+                runs = "fused" if asked == "auto" else asked
+                return BlockPlan(name, asked, runs, keeps_conv1=keeps_conv1 or runs == "fused")
             return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))
         reasons = [f"{key} is not recomputed: {why}" for key, layer in self.items() if (why := why_not_recomputed(layer))]
         return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))

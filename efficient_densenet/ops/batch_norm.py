@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from .storage import as_rows, channels_last_empty
 from .tiles import tile_rows
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 masked_gradient = torch.ops.aten.threshold_backward.grad_input  # (dz, z, 0, grad_input=out): dz where z > 0, else 0
 
 

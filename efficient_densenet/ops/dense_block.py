@@ -39,10 +39,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch_norm import (
-    NORMS, FeatureStatistics, FoldedNorm, Moments, Statistics, check_count, masked_gradient, move_running_statistics,
+    FeatureStatistics, FoldedNorm, Moments, Statistics, check_count, masked_gradient, move_running_statistics,
     uses_batch_statistics,
 )  # fmt: skip
-from .bottleneck import CONVOLUTIONS, is_hooked
 from .conv3x3 import ConvBackward, accumulate_product, conv_forward, forward_weight
 from .storage import FeatureBuffer, append, as_rows, channels_last_empty
 from .tiles import Scratch, fit, tile_rows
@@ -678,100 +677,12 @@ def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype:
         return _forward(buffer, x.shape[1], call, parameters, keep=False)[0]
 
 
-# From modules to calls
-
-
-def why_not_fused(layer: nn.Module) -> str:
-    """Why the block function cannot speak for a dense layer, or an empty string where it can."""
-    if is_hooked(layer):
-        return "it has hooks"
-    if why := _why_other_norm(layer, "norm1") or _why_other(layer, "relu1", RELUS):
-        return why
-    if not hasattr(layer, "conv2"):
-        return _why_other_conv(layer, "conv1", 3)
-    return (
-        _why_other_conv(layer, "conv1", 1)
-        or _why_other_norm(layer, "norm2")
-        or _why_other(layer, "relu2", RELUS)
-        or _why_other_conv(layer, "conv2", 3)
-    )
-
-
-def why_no_tail(transition: nn.Module) -> str:
-    """Why the block function cannot take in this transition, or an empty string where it can."""
-    if is_hooked(transition):
-        return "it has hooks"
-    return (
-        _why_other_norm(transition, "norm")
-        or _why_other(transition, "relu", RELUS)
-        or _why_other_conv(transition, "conv", 1)
-        or _why_other(transition, "pool", AVERAGE_POOLS)
-        or ("" if _is_plain_halving(transition.pool) else "pool has another window")
-    )
-
-
-RELUS = (nn.ReLU,)
-AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
-PLAIN_TENSORS = (nn.Parameter, Tensor)
-
-
-def _is_plain_halving(pool: nn.Module) -> bool:
-    def all_are(value: int | tuple[int, ...], wanted: int) -> bool:
-        return all(v == wanted for v in (value if isinstance(value, tuple) else (value,)))
-
-    return (
-        all_are(pool.kernel_size, 2)
-        and all_are(pool.stride, 2)
-        and all_are(pool.padding, 0)
-        and not pool.ceil_mode
-        and getattr(pool, "divisor_override", None) is None
-    )
-
-
-def _why_other(parent: nn.Module, name: str, types: tuple[type, ...]) -> str:
-    module = getattr(parent, name)
-    if type(module) not in types:
-        return f"{name} is a {type(module).__name__}"
-    return f"{name} has hooks" if is_hooked(module) else ""
-
-
-def _why_other_norm(parent: nn.Module, name: str) -> str:
-    return why_other_norm(getattr(parent, name), name)
-
-
-def why_other_norm(norm: nn.Module, name: str) -> str:
-    """Why a module is not a BatchNorm the functions here can stand for, or an empty string."""
-    if type(norm) not in NORMS:
-        return f"{name} is a {type(norm).__name__}"
-    if is_hooked(norm):
-        return f"{name} has hooks"
-    if type(norm.weight) not in PLAIN_TENSORS or type(norm.bias) not in PLAIN_TENSORS:
-        return f"{name} has no plain affine parameters"
-    return ""
-
-
-def _why_other_conv(parent: nn.Module, name: str, kernel: int) -> str:
-    conv = getattr(parent, name)
-    if why := _why_other(parent, name, tuple(CONVOLUTIONS)):
-        return why
-    if type(conv.weight) not in PLAIN_TENSORS:
-        return f"{name} has no plain weight"
-    plain = (
-        conv.bias is None
-        and conv.padding_mode == "zeros"
-        and set(conv.kernel_size) == {kernel}
-        and set(conv.padding) == {kernel // 2}
-        and set(conv.stride) == set(conv.dilation) == {conv.groups} == {1}
-    )
-    return "" if plain else f"{name} is not a plain {kernel}x{kernel} convolution"
-
-
 def layer_call(layer: nn.Module) -> tuple[LayerCall, list[Tensor]]:
     """How a dense layer runs just now, and its parameters."""
     drop_rate = layer.drop_rate if layer.training else 0.0
     parameters = [layer.norm1.weight, layer.norm1.bias, layer.conv1.weight]
     norm2 = None
-    if hasattr(layer, "conv2"):
+    if layer.has_bottleneck:
         norm2 = NormCall.of(layer.norm2)
         parameters += [layer.norm2.weight, layer.norm2.bias, layer.conv2.weight]
     return LayerCall(NormCall.of(layer.norm1), norm2, drop_rate), parameters

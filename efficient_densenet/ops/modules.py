@@ -1,0 +1,157 @@
+"""For which modules, and when, the functions of this package may speak; each answer is a reason, empty where they may.
+
+They compute what the modules say, or they hand over. A module that is not exactly the expected type, that is hooked,
+parametrized, or replaced is called like in the plain model. Handing over is visible, never an error, never another number.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+MAX_POOLS = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}
+PLAIN_TENSORS = (nn.Parameter, Tensor)
+HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling the module runs more than its ``forward``: hooks of its own, or a ``forward`` set on the instance."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def why_plain(x: Tensor) -> str:
+    """Why a block must run as plain autograd just now."""
+    if torch.jit.is_tracing():
+        return "traced"
+    if torch.compiler.is_compiling() and getattr(torch.compiler, "is_exporting", lambda: True)():
+        return "exported"
+    if x.numel() == 0:
+        return "an empty batch"
+    if any(getattr(torch.nn.modules.module, f"_global_{hooks}", None) for hooks in HOOKS):
+        return "hooks on every module"
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    if active and active():
+        return "a torch.func transform"
+    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
+        return "forward-mode differentiation"
+    return ""
+
+
+def why_not_recomputed(layer: nn.Module) -> str:
+    """Why a dense layer's bottleneck cannot be rebuilt from its features."""
+    return (
+        _why_other_norm(layer, "norm1", affine=False)
+        or _why_other(layer, "relu1", (nn.ReLU,))
+        or _why_other(layer, "conv1", tuple(CONVOLUTIONS))
+        or ("" if layer.conv1.padding_mode == "zeros" else f"conv1 pads with {layer.conv1.padding_mode!r}")
+        or ("it has hooks" if is_hooked(layer) else "")
+    )
+
+
+def why_not_fused(layer: nn.Module) -> str:
+    """Why the block function cannot speak for a dense layer."""
+    if is_hooked(layer):
+        return "it has hooks"
+    if why := _why_other_norm(layer, "norm1") or _why_other(layer, "relu1", (nn.ReLU,)):
+        return why
+    if not layer.has_bottleneck:
+        return _why_other_conv(layer, "conv1", 3)
+    return (
+        _why_other_conv(layer, "conv1", 1)
+        or _why_other_norm(layer, "norm2")
+        or _why_other(layer, "relu2", (nn.ReLU,))
+        or _why_other_conv(layer, "conv2", 3)
+    )
+
+
+def why_no_transition(transition: nn.Module) -> str:
+    """Why the block function cannot take in this transition."""
+    if is_hooked(transition):
+        return "it has hooks"
+    return (
+        _why_other_norm(transition, "norm")
+        or _why_other(transition, "relu", (nn.ReLU,))
+        or _why_other_conv(transition, "conv", 1)
+        or _why_other(transition, "pool", AVERAGE_POOLS)
+        or ("" if _is_plain_halving(transition.pool) else "pool has another window")
+    )
+
+
+def why_no_final_norm(norm: nn.Module) -> str:
+    """Why the block function cannot take in the final norm."""
+    return _why_other_batch_norm(norm, "norm5")
+
+
+def why_no_stem(norm: nn.Module, relu: nn.Module, pool: nn.Module) -> str:
+    """Why BN, ReLU and max-pool of the stem cannot be one function."""
+    if why := _why_other_batch_norm(norm, "norm0"):
+        return why
+    if type(relu) is not nn.ReLU or is_hooked(relu):
+        return "relu0 is not a plain ReLU"
+    if type(pool) not in MAX_POOLS or is_hooked(pool) or pool.return_indices:
+        return "pool0 is not a plain max-pool"
+    return ""
+
+
+def _why_other(parent: nn.Module, name: str, types: tuple[type, ...]) -> str:
+    module = getattr(parent, name)
+    if type(module) not in types:
+        return f"{name} is a {type(module).__name__}"
+    return f"{name} has hooks" if is_hooked(module) else ""
+
+
+def _why_other_norm(parent: nn.Module, name: str, affine: bool = True) -> str:
+    return _why_other_batch_norm(getattr(parent, name), name, affine)
+
+
+def _why_other_batch_norm(norm: nn.Module, name: str, affine: bool = True) -> str:
+    if type(norm) not in NORMS:
+        return f"{name} is a {type(norm).__name__}"
+    if is_hooked(norm):
+        return f"{name} has hooks"
+    for parameter in (norm.weight, norm.bias):
+        if type(parameter) not in PLAIN_TENSORS and (affine or parameter is not None):
+            return f"{name} has no plain affine parameters"
+    return ""
+
+
+def _why_other_conv(parent: nn.Module, name: str, kernel: int) -> str:
+    if why := _why_other(parent, name, tuple(CONVOLUTIONS)):
+        return why
+    conv = getattr(parent, name)
+    if type(conv.weight) not in PLAIN_TENSORS:
+        return f"{name} has no plain weight"
+    dims = len(conv.kernel_size)
+    plain = (
+        conv.bias is None
+        and conv.padding_mode == "zeros"
+        and conv.kernel_size == (kernel,) * dims
+        and conv.padding == (kernel // 2,) * dims
+        and conv.stride == conv.dilation == (1,) * dims
+        and conv.groups == 1
+    )
+    return "" if plain else f"{name} is not a plain {kernel}x{kernel} convolution"
+
+
+def _is_plain_halving(pool: nn.Module) -> bool:
+    def all_are(value: int | tuple[int, ...], wanted: int) -> bool:
+        return all(v == wanted for v in (value if isinstance(value, tuple) else (value,)))
+
+    return (
+        all_are(pool.kernel_size, 2)
+        and all_are(pool.stride, 2)
+        and all_are(pool.padding, 0)
+        and not pool.ceil_mode
+        and pool.count_include_pad
+        and getattr(pool, "divisor_override", None) is None
+    )

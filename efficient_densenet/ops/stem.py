@@ -1,0 +1,123 @@
+"""The stem's BN-ReLU-max-pool: plain, and as one function that keeps only what the convolution gave it.
+
+Autograd keeps the convolution's output, its normalised and rectified copy, and an int64 index for every pooled value.
+Here normalising, rectifying and choosing the maxima are done again in the backward pass, in tiles of whole images.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .batch_norm import (
+    FoldedNorm, Statistics, batch_statistics, check_count, masked_gradient, move_running_statistics,
+    norm_relu_reference, uses_batch_statistics,
+)  # fmt: skip
+from .conv3x3 import as_images
+from .modules import MAX_POOLS
+from .storage import as_rows, channels_last_empty
+from .tiles import fit, tile_rows
+
+_WITH_INDICES = {4: torch.ops.aten.max_pool2d_with_indices, 5: torch.ops.aten.max_pool3d_with_indices}
+_BACKWARD = {4: torch.ops.aten.max_pool2d_with_indices_backward, 5: torch.ops.aten.max_pool3d_with_indices_backward}
+
+
+def norm_relu_max_pool_reference(x, gamma, beta, statistics, eps, batch, window) -> Tensor:
+    """The same by torch's own operations, with the same arguments as the function below."""
+    pool = F.max_pool2d if x.dim() == 4 else F.max_pool3d
+    return pool(norm_relu_reference(x, gamma, beta, statistics, eps, batch), *window)
+
+
+class _NormReLUMaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gamma, beta, mean, var, eps, batch, window):
+        norm = FoldedNorm(gamma, beta, Statistics(mean, var), eps, batch)
+        sizes = tuple(x.shape[2:])
+        rows = as_rows(x)
+        step = tile_rows(rows.shape[0], rows.shape[1] * x.element_size(), x.device, math.prod(sizes))
+        scratch = torch.empty((step, rows.shape[1]), dtype=x.dtype, device=x.device)
+        pool = F.max_pool2d if x.dim() == 4 else F.max_pool3d
+        pooled = [
+            pool(as_images(norm.relu(tile, out=fit(scratch, tile.shape[0])), sizes), *window) for tile in rows.split(step)
+        ]
+        ctx.save_for_backward(x, gamma, beta, mean, var)
+        ctx.eps, ctx.batch, ctx.window = eps, batch, window
+        return pooled[0] if len(pooled) == 1 else torch.cat(pooled)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gamma, beta, mean, var = ctx.saved_tensors
+        need_x, need_gamma, need_beta = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # create_graph: differentiate the plain formula instead
+            y = norm_relu_max_pool_reference(x, gamma, beta, Statistics(mean, var), ctx.eps, ctx.batch, ctx.window)
+            wanted = [t for t, need in zip((x, gamma, beta), (need_x, need_gamma, need_beta), strict=True) if need]
+            grads = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+            return *(next(grads) if need else None for need in (need_x, need_gamma, need_beta)), *(None,) * 5
+
+        norm = FoldedNorm(gamma, beta, Statistics(mean, var), ctx.eps, ctx.batch)
+        sizes = tuple(x.shape[2:])
+        rows = as_rows(x)
+        step = tile_rows(rows.shape[0], rows.shape[1] * x.element_size(), x.device, math.prod(sizes))
+        scratch = torch.empty((step, rows.shape[1]), dtype=x.dtype, device=x.device)
+        dx = channels_last_empty(x, x.shape[1]) if need_x else None
+        dx_tiles = as_rows(dx).split(step) if need_x else [None] * math.ceil(rows.shape[0] / step)
+        sum_dz, sum_dz_x = torch.zeros_like(mean), torch.zeros_like(mean)  # Σ dz and Σ dz (x - mean)
+        grads = grad.split(step // math.prod(sizes))
+        for x_tile, grad_tile, dx_tile in zip(rows.split(step), grads, dx_tiles, strict=True):
+            z = norm.relu(x_tile, out=fit(scratch, x_tile.shape[0]))
+            images = as_images(z, sizes)
+            _, indices = _WITH_INDICES[x.dim()](images, *ctx.window)
+            dz = as_rows(_BACKWARD[x.dim()](grad_tile, images, *ctx.window, indices))
+            masked_gradient(dz, z, 0, grad_input=dz)
+            sum_dz += dz.sum(0, dtype=mean.dtype)
+            sum_dz_x += torch.sub(x_tile, mean).mul_(dz).sum(0)
+            if need_x:
+                torch.mul(dz, norm.scale, out=dx_tile)
+        sum_dz_x *= norm.r
+        if need_x and ctx.batch:
+            slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, rows.shape[0])
+            for x_tile, dx_tile in zip(rows.split(step), dx_tiles, strict=True):
+                dx_tile.addcmul_(x_tile, slope).add_(level)
+        dgamma = sum_dz_x.to(gamma.dtype) if need_gamma else None
+        dbeta = sum_dz.to(beta.dtype) if need_beta else None
+        return dx, dgamma, dbeta, *(None,) * 5
+
+
+def norm_relu_max_pool(x: Tensor, norm: nn.Module, pool: nn.Module) -> Tensor:
+    """``max_pool(relu(norm(x)))``, keeping x alone; the running statistics move once.
+
+    Equivalent to :func:`norm_relu_max_pool_reference`.
+
+    Args:
+        x: what the stem's convolution gave.
+        norm, pool: modules for which :func:`~.modules.why_no_stem` has no objection.
+
+    Shape:
+        - x: ``(N, C, *spatial)``
+        - returns: ``(N, C, *pooled)``, channels-last
+    """
+    dims = MAX_POOLS[type(pool)]
+    one_d = dims == 1
+    window = [
+        tuple(v) if isinstance(v, (tuple, list)) else (v,) * dims
+        for v in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+    ]
+    if one_d:  # one row of pixels
+        x = x.unsqueeze(2)
+        window = [(rest, *v) for v, rest in zip(window, (1, 1, 0, 1), strict=True)]
+    x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    batch = uses_batch_statistics(norm)
+    if batch:
+        rows = as_rows(x.detach())
+        check_count(rows.shape[0], tuple(x.shape))
+        statistics = batch_statistics(rows)
+        move_running_statistics(norm, statistics, rows.shape[0])
+    else:
+        statistics = Statistics.running(norm)
+    out = _NormReLUMaxPool.apply(
+        x, norm.weight, norm.bias, statistics.mean, statistics.var, norm.eps, batch, (*window, pool.ceil_mode)
+    )
+    return out.squeeze(2) if one_d else out
