@@ -1,0 +1,208 @@
+"""The README's table and figure, made from the rows under benchmarks/results.
+
+python benchmarks/report.py
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import ROOT, fail, parse, read_rows, size, title
+
+BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
+KNOWN = {
+    "concatenation": "`torch.utils.checkpoint`, concatenating",
+    "torchvision": "torchvision, `memory_efficient=True`",
+}
+STEP = ("model", "depth", "growth_rate", "batch_size", "image_size", "spatial_dims", "dtype", "device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Rewrite the benchmark part of the README, and its figure, from the rows of benchmarks/memory.py and speed.py.
+
+    Args:
+        results: Folder of the rows, memory*.csv and speed*.csv; the figure memory.png goes there.
+        readme: The file; what stands between its two marker comments is replaced.
+    """
+
+    results: str = str(ROOT / "benchmarks" / "results")
+    readme: str = str(ROOT / "README.md")
+
+    def __post_init__(self):
+        if not list(Path(self.results).glob("memory*.csv")):
+            raise ValueError(f"results={self.results!r} holds no memory*.csv; benchmarks/memory.py --output writes one")
+        if not Path(self.readme).is_file():
+            raise ValueError(f"readme={self.readme!r} is not a file")
+        split(Path(self.readme).read_text(encoding="utf-8"))
+
+
+def split(text: str) -> tuple[str, str, str]:
+    """A text before, between and behind the markers.
+
+    Raises:
+        ValueError: it does not have exactly one pair of them.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
+        raise ValueError(f"the README needs one line {BEGIN} and below it one line {END}")
+    before, _, rest = text.partition(BEGIN)
+    between, _, after = rest.partition(END)
+    return before, between, after
+
+
+def rows_of(results: str | Path, kind: str) -> list[dict[str, str]]:
+    """All rows of ``memory*.csv`` or ``speed*.csv``, DenseNet-BC's file first."""
+    paths = sorted(Path(results).glob(f"{kind}*.csv"), key=lambda path: ("densenet_bc" not in path.name, path.name))
+    return [row for path in paths for row in read_rows(path)]
+
+
+def render(results: str | Path, figure: str) -> str:
+    """The Markdown between the markers.
+
+    Args:
+        results: folder of the rows.
+        figure: the figure's address as the README writes it.
+    """
+    memory, speed = rows_of(results, "memory"), rows_of(results, "speed")
+    ratios: dict[tuple, list[float]] = defaultdict(list)  # by step and mode, a ratio per layout
+    for row in speed:
+        if row["ratio"]:
+            ratios[step_of(row), row["mode"]].append(float(row["ratio"]))
+    timed = {step_of(row) for row in speed}
+    shown = [row for row in memory if step_of(row) in timed]
+    naive = {step_of(row): float(row["peak_mib"]) for row in shown if row["mode"] == "naive" and row["peak_mib"]}
+
+    lines = [
+        "| training step | mode | kept after forward | peak | of naive | time |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for row in shown:
+        step, mode = step_of(row), row["mode"]
+        cells = [f"{title(row)}, {size(row)}" if mode == "naive" else "", KNOWN.get(mode, f"`{mode}`")]
+        if row["status"] == "ok":
+            peak = float(row["peak_mib"])
+            cells += [f"{float(row['kept_mib']):,.0f} MiB", f"{peak:,.0f} MiB", f"{peak / naive[step]:.3f}"]
+        else:
+            cells += ["", row["status"], ""]
+        best = "1" if mode == "naive" else f"{min(ratios[step, mode]):.2f}" if ratios[step, mode] else ""
+        lines.append(f"| {' | '.join(cells + [best])} |")
+
+    used = [row for row in memory + speed if step_of(row) in timed]
+    rounds = sorted({int(row["rounds"]) for row in speed})
+    lines += [
+        "",
+        "Peak: the most that is allocated in one step of forward, loss and backward, parameters left out, their gradients",
+        "in. Time: of that step, as a ratio to the plain model in channels-last, every mode in its faster memory layout;",
+        f"median of {' or '.join(map(str, rounds))} rounds, all modes in turn in one run. Measured on:",
+        "",
+        *[f"* {line}" for line in dict.fromkeys(map(conditions, used))],
+        "",
+        f"![Memory of a training step over depth, for every mode]({figure})",
+        "",
+        growth(memory),
+    ]
+    commands = dict.fromkeys(row["command"] for row in memory + speed)
+    return "\n".join(["", *lines, "", "Made by:", "", "```bash", *commands, "python benchmarks/report.py", "```", ""])
+
+
+def step_of(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(row[column]) for column in STEP)
+
+
+def conditions(row: dict[str, str]) -> str:
+    where = f"{row['hardware']}, {row['threads']} threads" if row["device"] == "cpu" else row["hardware"]
+    return f"{where}, {row['dtype']}, torch {row['torch']}, Python {row['python']}, commit {row['commit']}"
+
+
+def growth(rows: list[dict[str, Any]]) -> str:
+    """The law of growth in a sentence: bytes kept by a dense block, its number of layers doubled."""
+    parts = []
+    for mode, points in curves(rows, "dense_block", "layers", "kept_mib").items():
+        (fewer, less), (more, kept) = points[-2:]
+        parts.append(f"{KNOWN.get(mode, f'`{mode}`')} x {kept / less:.2f}")
+    return f"Kept by one dense block at a fixed growth rate, {more} layers against {fewer}: {'; '.join(parts)}."
+
+
+def curves(rows: list[dict[str, Any]], model: str, x: str, y: str) -> dict[str, list[tuple[int, float]]]:
+    """Points of each mode, by the size of the model; modes with one point or none are left out."""
+    found = defaultdict(list)
+    for row in rows:
+        if row["model"] == model and row["status"] == "ok":
+            found[row["mode"]].append((int(row[x]), float(row[y])))
+    return {mode: sorted(points) for mode, points in found.items() if len(points) > 1}
+
+
+def slope(points: list[tuple[int, float]]) -> float:
+    """Of the last two points in double logarithmic axes: the power with which the memory grows."""
+    (x0, y0), (x1, y1) = points[-2:]
+    return math.log(y1 / y0) / math.log(x1 / x0)
+
+
+def draw_memory(rows: list[dict[str, Any]], path: str | Path) -> None:
+    """Memory over depth: the peak of whole networks, and what one dense block keeps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [
+        (model, x, y, label, heading)
+        for model, x, y, label, heading in (
+            ("densenet_bc", "depth", "peak_mib", "peak of the step, MiB", "DenseNet-BC, by depth"),
+            ("dense_block", "layers", "kept_mib", "kept after forward, MiB", "one dense block, by its layers"),
+        )
+        if curves(rows, model, x, y)
+    ]
+    colours = {mode: f"C{i}" for i, mode in enumerate(dict.fromkeys(row["mode"] for row in rows))}
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.8 * len(panels), 3.9), squeeze=False, layout="constrained")
+    for axis, (model, x, y, label, heading) in zip(axes[0], panels):
+        row = next(row for row in rows if row["model"] == model)
+        for mode, points in curves(rows, model, x, y).items():
+            xs, ys = zip(*points)
+            name = KNOWN.get(mode, mode).replace("`", "")
+            axis.plot(xs, ys, "o-", color=colours[mode], label=f"{name}: slope {slope(points):.2f}")
+        axis.set(xlabel=x, ylabel=label)
+        axis.set_xscale("log")
+        axis.set_yscale("log", base=2)
+        axis.set_title(f"{heading}\nk = {row['growth_rate']}, {size(row)}, {row['dtype']}", fontsize=10)
+        ticks = sorted({point[0] for points in curves(rows, model, x, y).values() for point in points})
+        axis.set_xticks(ticks, map(str, ticks))
+        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+        low, high = axis.get_ylim()
+        axis.set_ylim(low, high * (high / low) ** 0.3)  # room for the legend
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8, loc="upper left")
+    temporary = f"{path}.tmp"
+    figure.savefig(temporary, format="png", dpi=150)
+    plt.close(figure)
+    os.replace(temporary, path)
+
+
+def run(settings: Settings) -> None:
+    readme, results = Path(settings.readme), Path(settings.results)
+    figure = results / "memory.png"
+    draw_memory(rows_of(results, "memory"), figure)
+    before, _, after = split(readme.read_text(encoding="utf-8"))
+    text = before + BEGIN + render(results, os.path.relpath(figure, readme.parent)) + END + after
+    temporary = f"{readme}.tmp"
+    Path(temporary).write_text(text, encoding="utf-8")
+    os.replace(temporary, readme)
+    print(f"wrote {figure} and the benchmark part of {readme}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    settings = parse(Settings, arguments)
+    try:
+        run(settings)
+    except (ImportError, ValueError, OSError) as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Time of a training step, of all methods in turn in one run, against the plain model in channels-last.
+
+python benchmarks/speed.py
+python benchmarks/speed.py --model densenet121 --rounds 5 --output rows.csv
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from measure import (
+    Conditions, as_tuple, build, choose, environment, fail, is_out_of_memory, parse, print_row, size, title, whole,
+    write_rows,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Conditions):
+    """Time of one training step (forward, loss, backward), in every mode and both memory layouts.
+
+    All are run in turn, A B A B, in one process, so that a slow moment of the machine meets all of them. The result is the
+    ratio to the plain model in channels-last, its best setting: the median over the rounds of the ratio in each round.
+
+    Args:
+        model: densenet_bc (by depth), densenet121, 161, 169, 201, 264, or densenet3d (blocks 6 and 12, growth rate 32,
+            volumes of one channel).
+        modes: What is compared, separated by commas. Default: all, that is the library's modes, "concatenation"
+            (torch.utils.checkpoint as one writes it without the library) and, for its models, "torchvision"
+            (memory_efficient=True). The plain model is always there.
+        depth: Depth of DenseNet-BC. Default: 100.
+        growth_rate: k of DenseNet-BC. Default: 12.
+        batch_size: Images per step. Default: 64 (densenet_bc), 2 (densenet3d) or 16.
+        image_size: Their side. Default: 32 (densenet_bc), 80 (densenet3d) or 224.
+        spatial_dims: 1, 2 or 3, DenseNet-BC on sequences, images or volumes. Default: 2.
+        dtype: float32, float64, bfloat16 or float16.
+        device: auto, cpu, cuda or cuda:N.
+        layouts: Memory layouts, contiguous and channels_last, separated by commas. Default: both (1-D: contiguous).
+        rounds: Timed steps of each.
+        output: Write the rows to this CSV file.
+    """
+
+    depth: int | None = None
+    layouts: tuple[str, ...] | None = None
+    rounds: int = 5
+
+    def __post_init__(self):
+        super().__post_init__()
+        bc = self.model == "densenet_bc"
+        if self.depth is not None and not bc:
+            raise ValueError(f"depth={self.depth!r} has no meaning for {self.model}, whose depth is fixed")
+        possible = ("contiguous", "channels_last") if self.spatial_dims > 1 else ("contiguous",)
+        layouts = possible if self.layouts is None else as_tuple(self.layouts)
+        for layout in layouts:
+            choose("layouts", layout, possible)
+        self._set("layouts", layouts)
+        whole("rounds", self.rounds)
+        self.cells()  # names a depth or an image size that cannot be
+
+    def cells(self) -> list[dict[str, Any]]:
+        """Every contender; the reference, naive in channels-last where there is such a layout, first."""
+        depth = {"depth": self.depth or 100} if self.model == "densenet_bc" else {}
+        wanted = [(mode, layout == "channels_last") for mode in self.modes for layout in self.layouts]
+        reference = ("naive", self.spatial_dims > 1)
+        contenders = [reference, *(contender for contender in wanted if contender != reference)]
+        return [self.cell(mode, **depth, channels_last=channels_last) for mode, channels_last in contenders]
+
+
+def timed_step(cell: dict[str, Any]) -> Callable[[], float] | None:
+    """A function that runs one training step of the cell and returns its milliseconds, warm; None: it does not fit."""
+    model, x, loss = build(cell)
+    synchronize = torch.cuda.synchronize if x.is_cuda else lambda: None
+
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        synchronize()
+        start = time.perf_counter()
+        loss(model(x)).backward()
+        synchronize()
+        return 1000 * (time.perf_counter() - start)
+
+    try:
+        step()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return step
+
+
+def run(settings: Settings) -> list[dict[str, Any]]:
+    """Time every contender in turn, print a table, and write what was asked for."""
+    conditions = environment(settings.device)
+    cells = settings.cells()
+    steps = [timed_step(cell) for cell in cells]
+    times: list[list[float]] = [[] for _ in cells]
+    for _ in range(settings.rounds):
+        for step, taken in zip(steps, times):
+            if step is not None:
+                taken.append(step())
+
+    first = cells[0]
+    print(f"{title(first)}, {size(first)}, {first['dtype']}, {conditions['hardware']}, {conditions['threads']} threads")
+    print_row("mode", "layout", "step ms", "spread ms", "ratio")
+    rows = []
+    for cell, taken in zip(cells, times):
+        row = {**cell, "rounds": settings.rounds, "step_ms": None, "spread_ms": None, "ratio": None}
+        layout = "channels-last" if cell["channels_last"] else "contiguous"
+        if taken:
+            row["step_ms"] = round(statistics.median(taken), 2)
+            row["spread_ms"] = round(max(taken) - min(taken), 2)
+            row["ratio"] = round(statistics.median(t / r for t, r in zip(taken, times[0])), 4) if times[0] else None
+        row["status"] = "ok" if taken else "out of memory"
+        print_row(cell["mode"], layout, *([row["step_ms"], row["spread_ms"], row["ratio"]] if taken else [row["status"]]))
+        rows.append(row | conditions)
+    if settings.output:
+        write_rows(settings.output, rows)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    settings = parse(Settings, arguments)
+    try:
+        run(settings)
+    except (ImportError, ValueError, OSError) as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main()
