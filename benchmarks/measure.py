@@ -197,12 +197,20 @@ class Conditions:
             "mode": mode,
             **columns,
         }
-        with torch.device("meta"):
-            reference = network({**cell, "mode": "naive"})
-        if self.image_size < reference.min_size:
-            raise ValueError(f"image_size must be at least {reference.min_size} here, got {self.image_size}")
-        cell["layers"] = sum(len(module) for module in reference.modules() if isinstance(module, DenseBlock))
+        reference = tuple(cell[name] for name in ("model", "depth", "layers", "growth_rate", "spatial_dims"))
+        least, cell["layers"] = _least_size_and_layers(*reference)
+        if self.image_size < least:
+            raise ValueError(f"image_size must be at least {least} here, got {self.image_size}")
         return cell
+
+
+@functools.cache
+def _least_size_and_layers(
+    model: str, depth: int | None, layers: int | None, growth_rate: int, spatial_dims: int
+) -> tuple[int, int]:
+    cell = {"model": model, "depth": depth, "layers": layers, "growth_rate": growth_rate, "spatial_dims": spatial_dims}
+    reference = network({**cell, "mode": "naive"})
+    return reference.min_size, sum(len(module) for module in reference.modules() if isinstance(module, DenseBlock))
 
 
 def parse(settings: type, arguments: list[str] | None = None) -> Any:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from .tiles import Scratch
 
+UNFOLDED_BYTES = 2**23  # of scratch for unfolded gradients
+
 _CONVOLUTIONS = {4: F.conv2d, 5: F.conv3d}
 
 
@@ -58,8 +60,8 @@ class ConvBackward:
     def __init__(self, weight: Tensor, sizes: tuple[int, ...], scratch: Scratch, need_input: bool, need_weight: bool):
         self._k, self._channels, *self._taps = weight.shape
         self._sizes, self._scratch, self._dtype = sizes, scratch, weight.dtype
-        self._flipped = None
-        if need_input:
+        self._weight, self._flipped = weight, None
+        if need_input and len(sizes) == 2:
             self._flipped = _channels_last(weight.flip(tuple(range(2, weight.dim()))).transpose(0, 1))
         self._unfolded = None
         if need_weight:
@@ -78,15 +80,33 @@ class ConvBackward:
 
     def add_weight(self, dy: Tensor, a: Tensor) -> None:
         """Add this tile's part of dW; ``dy`` bordered, ``a`` the rows the convolution read."""
-        n, rows = dy.shape[0], a.shape[0]
-        strides = dy.stride()
-        unfolded = self._scratch.take("unfolded dy", (n, *self._sizes, *self._taps, self._k), dy.dtype)
-        unfolded.copy_(dy.as_strided(unfolded.shape, (*strides[:-1], *strides[1:-1], 1)))
-        accumulate_product(self._unfolded, unfolded.view(rows, -1).t(), a)
+        lines, *rest = self._sizes  # lines of pixels, or planes of voxels: a part of an image that can be unfolded alone
+        line = math.prod(rest)
+        per_line = line * self._unfolded.shape[0] * dy.element_size()
+        fitting = max(UNFOLDED_BYTES // per_line, 1)
+        images = max(fitting // lines, 1)
+        for part, rows in zip(dy.split(images), a.split(images * lines * line), strict=True):
+            for first in range(0, lines, fitting):
+                count = min(fitting, lines - first) if images == 1 else lines
+                within = part.narrow(1, first, count + self._taps[0] - 1)
+                unfolded = self._scratch.take("unfolded", (part.shape[0], count, *rest, *self._taps, self._k), dy.dtype)
+                strides = within.stride()
+                view = within.as_strided(unfolded.shape, (*strides[:-1], *strides[1:-1], 1), within.storage_offset())
+                unfolded.copy_(view)
+                some = rows if count == lines else rows.narrow(0, first * line, count * line)
+                accumulate_product(self._unfolded, unfolded.view(some.shape[0], -1).t(), some)
+                if images > 1:
+                    break
 
-    def input(self, dy: Tensor) -> Tensor:
-        """``da`` of this tile as rows, ``(n·hw, C)``; ``dy`` bordered, so that no padding is left to do."""
-        da = _CONVOLUTIONS[dy.dim()](dy.movedim(-1, 1), self._flipped)
+    def input(self, dy: Tensor, inside: Tensor, a: Tensor) -> Tensor:
+        """``da`` of this tile as rows, ``(n·hw, C)``; ``dy`` bordered, so that in 2-D no padding is left to do."""
+        if self._flipped is not None:
+            da = F.conv2d(dy.movedim(-1, 1), self._flipped)
+        else:  # torch runs this as a convolution of single volumes several times slower than as a gradient
+            da, _, _ = torch.ops.aten.convolution_backward(
+                inside.movedim(-1, 1), as_images(a, self._sizes), self._weight, None,
+                (1, 1, 1), tuple(t // 2 for t in self._taps), (1, 1, 1), False, (0, 0, 0), 1, (True, False, False),
+            )  # fmt: skip
         return da.movedim(1, -1).reshape(-1, self._channels)
 
     def weight(self) -> Tensor:

@@ -534,7 +534,7 @@ class _Backward:
                 conv.add_weight(dy, a)
             if not need_input:
                 continue
-            da = conv.input(dy)
+            da = conv.input(dy, inside, a)
             dz = masked_gradient(da, a, 0, grad_input=a if sink is None else place)
             if sums is not None:
                 sums.add(dz, x)

@@ -22,7 +22,10 @@ from .storage import as_rows, channels_last_empty
 from .tiles import fit, tile_rows
 
 _WITH_INDICES = {4: torch.ops.aten.max_pool2d_with_indices, 5: torch.ops.aten.max_pool3d_with_indices}
-_BACKWARD = {4: torch.ops.aten.max_pool2d_with_indices_backward, 5: torch.ops.aten.max_pool3d_with_indices_backward}
+_BACKWARD = {
+    4: torch.ops.aten.max_pool2d_with_indices_backward.grad_input,
+    5: torch.ops.aten.max_pool3d_with_indices_backward.grad_input,
+}
 
 
 def norm_relu_max_pool_reference(x, gamma, beta, statistics, eps, batch, window) -> Tensor:
@@ -62,28 +65,29 @@ class _NormReLUMaxPool(torch.autograd.Function):
         rows = as_rows(x)
         step = tile_rows(rows.shape[0], rows.shape[1] * x.element_size(), x.device, math.prod(sizes))
         scratch = torch.empty((step, rows.shape[1]), dtype=x.dtype, device=x.device)
-        dx = channels_last_empty(x, x.shape[1]) if need_x else None
-        dx_tiles = as_rows(dx).split(step) if need_x else [None] * math.ceil(rows.shape[0] / step)
+        dx = channels_last_empty(x, x.shape[1])
+        images_per_tile = step // math.prod(sizes)
+        tiles = (rows.split(step), grad.split(images_per_tile), dx.split(images_per_tile))
         sum_dz, sum_dz_x = torch.zeros_like(mean), torch.zeros_like(mean)  # Σ dz and Σ dz (x - mean)
-        grads = grad.split(step // math.prod(sizes))
-        for x_tile, grad_tile, dx_tile in zip(rows.split(step), grads, dx_tiles, strict=True):
+        for x_tile, grad_tile, dx_images in zip(*tiles, strict=True):
             z = norm.relu(x_tile, out=fit(scratch, x_tile.shape[0]))
             images = as_images(z, sizes)
             _, indices = _WITH_INDICES[x.dim()](images, *ctx.window)
-            dz = as_rows(_BACKWARD[x.dim()](grad_tile, images, *ctx.window, indices))
+            _BACKWARD[x.dim()](grad_tile, images, *ctx.window, indices, grad_input=dx_images)
+            dz = as_rows(dx_images)
             masked_gradient(dz, z, 0, grad_input=dz)
             sum_dz += dz.sum(0, dtype=mean.dtype)
-            sum_dz_x += torch.sub(x_tile, mean).mul_(dz).sum(0)
-            if need_x:
-                torch.mul(dz, norm.scale, out=dx_tile)
+            centred = torch.sub(x_tile, mean, out=z if z.dtype == mean.dtype else None)
+            sum_dz_x += centred.mul_(dz).sum(0)
+            dz.mul_(norm.scale)
         sum_dz_x *= norm.r
         if need_x and ctx.batch:
             slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, rows.shape[0])
-            for x_tile, dx_tile in zip(rows.split(step), dx_tiles, strict=True):
+            for x_tile, dx_tile in zip(rows.split(step), as_rows(dx).split(step), strict=True):
                 dx_tile.addcmul_(x_tile, slope).add_(level)
         dgamma = sum_dz_x.to(gamma.dtype) if need_gamma else None
         dbeta = sum_dz.to(beta.dtype) if need_beta else None
-        return dx, dgamma, dbeta, *(None,) * 5
+        return dx if need_x else None, dgamma, dbeta, *(None,) * 5
 
 
 def norm_relu_max_pool(x: Tensor, norm: nn.Module, pool: nn.Module) -> Tensor:
