@@ -157,7 +157,7 @@ def test_forward_without_backward_moves_statistics(mode, training_forwards):
     for forward in range(training_forwards):
         outputs = [net(images(seed=forward)) for net in (model, other)]
         assert outputs[1].requires_grad
-        assert_same(buffers(model), buffers(other), tolerance=1e-12, statistics=1e-12)
+        assert_same(buffers(model), buffers(other), tolerance=1e-12, running=1e-12)
     counters = [b for name, b in other.named_buffers() if name.endswith("num_batches_tracked")]
     assert counters and all(counter == training_forwards for counter in counters)
 

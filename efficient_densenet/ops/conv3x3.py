@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .tiles import Scratch
 
-UNFOLDED_BYTES = 2**23  # of scratch for unfolded gradients
+UNFOLDED_BYTES = 2**22  # of scratch for unfolded gradients
 
 _CONVOLUTIONS = {4: F.conv2d, 5: F.conv3d}
 
@@ -82,21 +82,20 @@ class ConvBackward:
         """Add this tile's part of dW; ``dy`` bordered, ``a`` the rows the convolution read."""
         lines, *rest = self._sizes  # lines of pixels, or planes of voxels: a part of an image that can be unfolded alone
         line = math.prod(rest)
-        per_line = line * self._unfolded.shape[0] * dy.element_size()
-        fitting = max(UNFOLDED_BYTES // per_line, 1)
-        images = max(fitting // lines, 1)
+        fitting = max(UNFOLDED_BYTES // (line * self._unfolded.shape[0] * dy.element_size()), 1)
+        images = _even_parts(dy.shape[0], fitting // lines)
+        step = _even_parts(lines, fitting)
         for part, rows in zip(dy.split(images), a.split(images * lines * line), strict=True):
-            for first in range(0, lines, fitting):
-                count = min(fitting, lines - first) if images == 1 else lines
+            for first in range(0, lines, step):
+                count = min(step, lines - first)
                 within = part.narrow(1, first, count + self._taps[0] - 1)
-                unfolded = self._scratch.take("unfolded", (part.shape[0], count, *rest, *self._taps, self._k), dy.dtype)
+                unfolded = self._scratch.take("gradients", (part.shape[0], count, *rest, *self._taps, self._k), dy.dtype)
                 strides = within.stride()
-                view = within.as_strided(unfolded.shape, (*strides[:-1], *strides[1:-1], 1), within.storage_offset())
-                unfolded.copy_(view)
+                unfolded.copy_(
+                    within.as_strided(unfolded.shape, (*strides[:-1], *strides[1:-1], 1), within.storage_offset())
+                )
                 some = rows if count == lines else rows.narrow(0, first * line, count * line)
                 accumulate_product(self._unfolded, unfolded.view(some.shape[0], -1).t(), some)
-                if images > 1:
-                    break
 
     def input(self, dy: Tensor, inside: Tensor, a: Tensor) -> Tensor:
         """``da`` of this tile as rows, ``(n·hw, C)``; ``dy`` bordered, so that in 2-D no padding is left to do."""
@@ -114,6 +113,11 @@ class ConvBackward:
         d = len(self._taps)
         taps_first = self._unfolded.view(*self._taps, self._k, self._channels).flip(tuple(range(d)))
         return taps_first.permute(d, d + 1, *range(d))
+
+
+def _even_parts(total: int, most: int) -> int:
+    """The size of equal parts of ``total`` that are at most ``most``, and at least one, long."""
+    return math.ceil(total / math.ceil(total / max(most, 1)))
 
 
 def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -202,7 +202,7 @@ def _conv1_forward(run: _Pass, x: Tensor, norm: FoldedNorm, weight: Tensor, out:
     """``out = relu(norm(x)) W1ᵀ``."""
     transposed = run.cast(weight).flatten(1).t().contiguous()
     step = run.step(x.shape[1])
-    scratch = run.take("z", step, x.shape[1])
+    scratch = run.take("activations", step, x.shape[1])
     for x_tile, b_tile in zip(x.split(step), out.split(step), strict=True):
         z = norm.relu(x_tile, out=fit(scratch, x_tile.shape[0]))
         torch.mm(z, transposed, out=b_tile)
@@ -250,7 +250,7 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
             shape = (run.features.shape[0], k, *run.sizes)
             noise = as_rows(_dropout_noise(shape, run.dtype, run.device, layer.drop_rate, None)).split(step)
         weight = forward_weight(run.cast(p[-1]))
-        scratch = run.take("a", step, width)
+        scratch = run.take("activations", step, width)
         new = rows[:, channels : channels + k]
         moments = Moments()
         for x, y, factor in zip(source.split(step), new.split(step), noise):  # noqa: B905 - noise may repeat without end
@@ -262,6 +262,7 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
                     moments.add(conv)  # contiguous and hot, unlike y
             else:
                 torch.mul(conv[:, :k], factor, out=y)
+            del conv  # before the next tile's is made
         if reads_batch and not layer.drop_rate:
             statistics.extend(channels, k, moments.statistics())
         channels += k
@@ -284,7 +285,7 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
     ).movedim(-1, 1)
     out_rows = as_rows(out)
     step = run.image_step(channels)
-    scratch = run.take("z", step, channels)
+    scratch = run.take("activations", step, channels)
     for x, y in zip(rows.split(step), out_rows.split(pooling.pooled(step)), strict=True):
         z = kept.tail.relu(x, out=fit(scratch, x.shape[0]))
         torch.mm(pooling.sums(z), weight, out=y)
@@ -449,7 +450,7 @@ class _Backward:
         need_sums = need_gamma or need_beta or (need_dx and norm.batch)
         sums = _GradientSums(run, norm, dw is not None) if need_sums else None
         step = run.image_step(total)
-        scratch = run.take("z", step, total)
+        scratch = run.take("activations", step, total)
         grad_step = step if pooling is None else pooling.pooled(step)
         for x, g, dout in zip(run.rows.split(step), self.g_rows.split(step), grad_rows.split(grad_step), strict=True):
             z = norm.relu(x, out=fit(scratch, x.shape[0]))
@@ -460,7 +461,7 @@ class _Backward:
                     accumulate_product(dw, dout.t(), pooling.sums(z))
                 if not (need_sums or need_dx):
                     continue
-                dp = torch.mm(dout, weight, out=run.take("dz", dout.shape[0], total))
+                dp = torch.mm(dout, weight, out=run.take("gradients", dout.shape[0], total))
                 dz = pooling.mask_gradient(dp, z)
             if sums is not None:
                 sums.add(dz, x)
@@ -518,7 +519,7 @@ class _Backward:
             shape = (run.features.shape[0], k, *run.sizes)
             state = self.kept.layers[i].random_state
             noise = as_rows(_dropout_noise(shape, run.dtype, run.device, call.drop_rate, state)).split(step)
-        scratch = run.take("a", step, width)
+        scratch = run.take("activations", step, width)
         # Where dz goes, tile by tile: to the sink, or, scaled, into G.
         places = itertools.repeat(None)
         if sink is not None or need_dx:
@@ -540,6 +541,7 @@ class _Backward:
                 sums.add(dz, x)
             if sink is None and need_dx:
                 place.addcmul_(dz[:, self.first :], norm.scale[self.first :])
+            del da, dz  # before the next tile's are made
         dweight = conv.weight() if need_weight else None
         dgamma = gamma_dgamma = None
         if sums is not None:
@@ -566,7 +568,7 @@ class _Backward:
         sums = _GradientSums(run, norm, need_weight) if need_sums else None
         width, first = matrix.shape[0], self.first
         step = run.step(start)
-        z_scratch, dz_scratch = run.take("z", step, start), run.take("dz", step, start)
+        z_scratch, dz_scratch = run.take("activations", step, start), run.take("gradients", step, start)
         db_scratch = run.take("db", step, width)
         places = self.gradient(first, start).split(step) if need_dx else itertools.repeat(None)
         sources = (run.rows[:, :start].split(step), b.split(step), da.split(step), places)
@@ -645,6 +647,8 @@ class _DenseBlock(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             run = _Backward(features, x.shape[1], ctx.call, parameters, kept, needed)
             tail = run.tail(grad)
+            del grad
+            run.run.scratch.clear()  # a tail works on all channels of whole images, the layers on less
             rest = []
             for i in reversed(range(len(layers))):
                 rest[:0] = run.layer(i)

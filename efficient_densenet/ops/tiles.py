@@ -46,3 +46,7 @@ class Scratch:
         if flat is None or flat.shape != shape or flat.dtype != dtype:
             flat = self._flat[name] = torch.zeros(shape, dtype=dtype, device=self._device)
         return flat
+
+    def clear(self) -> None:
+        """Give all of it back."""
+        self._flat.clear()
