@@ -1,7 +1,10 @@
-"""Every test starts from the same random numbers."""
+"""Every test starts from the same random numbers, and computes on one thread."""
 
 import pytest
 import torch
+
+# On toy tensors the threads of an operator mostly wait for each other: a busy machine makes that fifty times slower.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,10 @@ def _positive_int(name: str, value: object, least: int = 1) -> int:
     return value
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 class DenseNet(nn.Module):
     """A densely connected network (DenseNet, DenseNet-BC) whose dense blocks choose how they keep their features.
 
@@ -85,17 +89,13 @@ class DenseNet(nn.Module):
         _positive_int("num_classes", num_classes, least=0)
         if bn_size is not None:
             _positive_int("bn_size", bn_size)
-        try:
-            block_config = tuple(block_config)
-        except TypeError:
-            block_config = (block_config,) if not isinstance(block_config, int) else ()
-        if not block_config:
-            raise ValueError("block_config must name the layers of at least one block, such as (16, 16, 16)")
+        if not isinstance(block_config, (tuple, list)) or not block_config:
+            raise ValueError(f"block_config must be a tuple of layers per block, such as (16, 16, 16), got {block_config!r}")
         for num_layers in block_config:
             _positive_int("every entry of block_config", num_layers)
-        if not 0.0 < compression <= 1.0:
+        if not (_is_number(compression) and 0.0 < compression <= 1.0):
             raise ValueError(f"compression must lie in (0, 1], got {compression!r}")
-        if not 0.0 <= drop_rate < 1.0:
+        if not (_is_number(drop_rate) and 0.0 <= drop_rate < 1.0):
             raise ValueError(f"drop_rate must lie in [0, 1), got {drop_rate!r}")
         if spatial_dims not in (1, 2, 3):
             raise ValueError(f"spatial_dims must be 1, 2 or 3, got {spatial_dims!r}")
@@ -244,7 +244,7 @@ class DenseNet(nn.Module):
     @torch.jit.unused
     def _run_features(self, x: Tensor) -> Tensor:
         """``relu(features(x))``, each dense block as one function with what closes it wherever both allow it."""
-        if self._efficient in ("naive", "checkpoint") or is_hooked(self.features):
+        if self._efficient in ("naive", "checkpoint") or is_hooked(self.features) or why_plain(x):
             return F.relu(self.features(x))
         off_peak = self._off_peak(x.shape)
         modules = list(self.features.children())
@@ -254,7 +254,7 @@ class DenseNet(nn.Module):
                 closed = module.closed_by(x, modules[0], keep_conv1=module in off_peak)
                 if closed is not None and not isinstance(modules.pop(0), Transition):
                     return closed
-            elif len(modules) > 2 and not (torch.compiler.is_compiling() or why_plain(x)):
+            elif len(modules) > 2 and not torch.compiler.is_compiling():
                 if not why_no_stem(module, *modules[:2]):
                     closed = norm_relu_max_pool(x, module, modules[1])
                     del modules[:2]

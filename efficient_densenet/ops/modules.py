@@ -37,6 +37,8 @@ def why_plain(x: Tensor) -> str:
         return "exported"
     if x.numel() == 0:
         return "an empty batch"
+    if not torch.amp.is_autocast_available(x.device.type):
+        return f"device {x.device.type!r}"
     if any(getattr(torch.nn.modules.module, f"_global_{hooks}", None) for hooks in HOOKS):
         return "hooks on every module"
     active = getattr(torch._C, "_are_functorch_transforms_active", None)

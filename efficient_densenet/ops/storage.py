@@ -22,7 +22,7 @@ def as_rows(x: Tensor) -> Tensor:
 
     A view wherever the layout allows, which is always so for slices of channels of :func:`channels_last_empty`.
     """
-    return x.movedim(1, -1).reshape(-1, x.shape[1])
+    return x.movedim(1, -1).flatten(0, -2)
 
 
 def is_channels_last(x: Tensor) -> bool:
