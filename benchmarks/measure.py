@@ -168,10 +168,8 @@ class Conditions:
         choose("dtype", self.dtype, DTYPES)
         if self.device == "auto":
             self._set("device", "cuda" if torch.cuda.is_available() else "cpu")
-        if str(self.device).partition(":")[0] not in ("cpu", "cuda"):
-            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        if str(self.device).startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(f"device={self.device!r}: no CUDA device is visible; use --device cpu")
+        visible = ["cpu", *(["cuda"] * torch.cuda.is_available()), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        choose("device", self.device, ["auto", *visible])
         writable("output", self.output, ".csv")
 
     def _set(self, name: str, value: object) -> None:
@@ -192,7 +190,7 @@ class Conditions:
             "image_size": self.image_size,
             "spatial_dims": self.spatial_dims,
             "dtype": self.dtype,
-            "device": str(self.device),
+            "device": self.device,
             "channels_last": False,
             "mode": mode,
             **columns,
@@ -381,7 +379,7 @@ def title(row: dict[str, Any]) -> str:
     if row["model"] == "dense_block":
         return f"dense block, {row['layers']} layers"
     if row["model"] == "densenet3d":
-        return "3-D DenseNet"
+        return "3-D DenseNet, blocks of 6 and 12, k = 32"
     return row["model"].replace("densenet", "DenseNet-")
 
 
@@ -392,5 +390,5 @@ def size(row: dict[str, Any]) -> str:
 
 def print_row(*cells: object) -> None:
     """A line of a table: two wide columns of text, then numbers."""
-    print("".join(f"{cell:<{width}}" for cell, width in zip(cells[:2], (38, 30)))
+    print("".join(f"{cell:<{width}}" for cell, width in zip(cells[:2], (42, 16)))
           + "".join(f"{cell:>13}" for cell in cells[2:]), flush=True)  # fmt: skip

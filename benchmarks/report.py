@@ -78,6 +78,8 @@ def render(results: str | Path, figure: str) -> str:
     naive = {step_of(row): float(row["peak_mib"]) for row in shown if row["mode"] == "naive" and row["peak_mib"]}
 
     lines = [
+        headline(shown, ratios),
+        "",
         "| training step | mode | kept after forward | peak | of naive | time |",
         "|---|---|--:|--:|--:|--:|",
     ]
@@ -108,6 +110,20 @@ def render(results: str | Path, figure: str) -> str:
     ]
     commands = dict.fromkeys(row["command"] for row in memory + speed)
     return "\n".join(["", *lines, "", "Made by:", "", "```bash", *commands, "python benchmarks/report.py", "```", ""])
+
+
+def headline(shown: list[dict[str, str]], ratios: dict[tuple, list[float]]) -> str:
+    """The first network in a sentence: plain PyTorch against the mode of least memory and the fastest one."""
+    first = step_of(shown[0])
+    modes = [row for row in shown if step_of(row) == first and row["status"] == "ok" and row["mode"] not in KNOWN]
+    naive, *library = sorted(modes, key=lambda row: row["mode"] != "naive")
+    least = min(library, key=lambda row: float(row["peak_mib"]))
+    fastest = min(library, key=lambda row: min(ratios[first, row["mode"]]))
+    return (
+        f"{title(naive)}, {size(naive)}: a training step peaks at **{float(least['peak_mib']):,.0f} MiB** with "
+        f"`{least['mode']}`, at {float(naive['peak_mib']):,.0f} MiB in plain PyTorch; `{fastest['mode']}` takes "
+        f"**{min(ratios[first, fastest['mode']]):.2f}** of its time."
+    )
 
 
 def step_of(row: dict[str, Any]) -> tuple[str, ...]:

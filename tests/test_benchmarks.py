@@ -111,6 +111,10 @@ def test_the_report_is_made_from_the_rows(results):
     report.main(arguments)
     text = readme.read_text()
     assert text.startswith(f"# Title\n{report.BEGIN}\n") and text.endswith(f"\n{report.END}\nend\n") and "old" not in text
+    assert (
+        "DenseNet-BC(100,12), batch 64, 32x32: a training step peaks at **700 MiB** with `checkpoint`, at 2,100 MiB in "
+        "plain PyTorch; `checkpoint` takes **1.38** of its time." in text
+    )
     assert [line for line in text.splitlines() if line.startswith("|")][2:] == [
         "| DenseNet-BC(100,12), batch 64, 32x32 | `naive` | 2,000 MiB | 2,100 MiB | 1.000 | 1 |",
         "|  | `checkpoint` | 600 MiB | 700 MiB | 0.333 | 1.38 |",
@@ -187,9 +191,8 @@ def test_help_explains_every_flag(command, capsys):
     assert stopped.value.code == 0 and err == ""
     settings = COMMANDS[command].Settings
     for name in settings.__dataclass_fields__:
-        # The flag, its type and default, and a sentence in words.
         explanation = out.partition(f"--{name}=")[2].partition("\n    -")[0].strip().splitlines()[-1].strip()
-        assert re.match(r"[A-Zk1-3]\w*.*\.$|.*, .*\.$", explanation), (name, explanation)
+        assert explanation.endswith(".") and not explanation.startswith(("Type: ", "Default: ")), (name, explanation)
 
 
 # Cells
@@ -256,7 +259,8 @@ def test_the_concatenating_baseline_computes_the_same_numbers():
 
 @pytest.mark.parametrize("model", ["densenet_bc", "densenet121", "densenet3d", "dense_block"])
 def test_every_cell_takes_a_training_step(model):
-    for mode in measure.modes_of(model):
+    modes = ["torchvision"] if model == "densenet121" else measure.modes_of(model)
+    for mode in modes:
         cell = {
             **ROW, "model": model, "mode": mode, "depth": 10, "layers": 2, "growth_rate": 4, "batch_size": 2,
             "image_size": 32, "spatial_dims": 3 if model == "densenet3d" else 2, "channels_last": True,
