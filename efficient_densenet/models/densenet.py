@@ -44,11 +44,11 @@ class DenseNet(nn.Module):
             BN-ReLU-conv3x3.
         drop_rate: dropout after every dense layer, in [0, 1).
         num_classes: outputs of the classifier; 0 for none: the model then returns the pooled features.
-        small_inputs: a 3x3 stem at full resolution (CIFAR); else a strided 7x7 stem with BN, ReLU and max-pool (ImageNet).
+        small_inputs: a 3x3 stem at full resolution (CIFAR); else a strided 7x7 one with BN, ReLU and max-pool (ImageNet).
         in_channels: channels of the input.
         spatial_dims: 1, 2 or 3.
-        efficient: how the dense blocks run: ``False``/``"naive"``, ``"checkpoint"``, or ``True``/``"auto"`` for the best
-            one available. All of them compute the same numbers; see :meth:`set_efficient`.
+        efficient: how the dense blocks run: ``False``/``"naive"``, ``"checkpoint"``, ``"fused"``, ``"lean"``, or
+            ``True``/``"auto"`` for the best one available. All compute the same numbers; see :meth:`set_efficient`.
 
     Shape:
         - input: ``(N, in_channels, *spatial)`` with ``spatial_dims`` sizes of at least ``model.min_size``
@@ -90,7 +90,9 @@ class DenseNet(nn.Module):
         if bn_size is not None:
             _positive_int("bn_size", bn_size)
         if not isinstance(block_config, (tuple, list)) or not block_config:
-            raise ValueError(f"block_config must be a tuple of layers per block, such as (16, 16, 16), got {block_config!r}")
+            raise ValueError(
+                f"block_config must be a tuple of layers per block, such as (16, 16, 16), got {block_config!r}"
+            )
         for num_layers in block_config:
             _positive_int("every entry of block_config", num_layers)
         if not (_is_number(compression) and 0.0 < compression <= 1.0):
@@ -148,9 +150,14 @@ class DenseNet(nn.Module):
         """Choose how the dense blocks run, at any time, on the same weights; returns the model.
 
         Args:
-            mode: ``False``/``"naive"``: plain autograd, keeps ``2 C_l + 8 k`` channels per layer. ``"checkpoint"``:
-                activation checkpointing of every layer's concat-BN-ReLU-conv on one shared buffer, keeps ``9 k``.
-                ``True``/``"auto"``: the best one available.
+            mode: what a layer that reads C_l channels keeps between forward and backward, and what runs again:
+
+                * ``False``/``"naive"``: plain autograd; ``2 C_l + 8 k`` channels.
+                * ``"checkpoint"``: activation checkpointing of every layer's concat-BN-ReLU-conv on one shared
+                  buffer; ``9 k``; BN and ReLU run again.
+                * ``"fused"``: a block is one function; ``5 k``; BN and ReLU run again, no convolution does.
+                * ``"lean"``: as fused; ``k``; conv1 runs again too, in the blocks that set the peak.
+                * ``True``/``"auto"``: fused where it applies, else checkpoint.
 
         Raises:
             ValueError: an unknown mode.
@@ -326,14 +333,20 @@ def densenet_bc(depth: int = 100, growth_rate: int = 12, **kwargs) -> DenseNet:
         raise ValueError(f"depth must be 6 n + 4 (10, 16, …, 40, …, 100, …), got {depth!r}; {near}")
     _positive_int("growth_rate", growth_rate)
     if kwargs.get("bn_size", 4) is None:
-        raise ValueError("densenet_bc has bottleneck layers; for basic layers use DenseNet(bn_size=None, block_config=...)")
+        raise ValueError(
+            "densenet_bc has bottleneck layers; for basic layers use DenseNet(bn_size=None, block_config=...)"
+        )
     kwargs.setdefault("block_config", ((depth - 4) // 6,) * 3)
     kwargs.setdefault("num_init_features", 2 * growth_rate)
     return DenseNet(growth_rate=growth_rate, **kwargs)
 
 
 def _imagenet(
-    block_config: tuple[int, ...], growth_rate: int, num_init_features: int, weights: str | os.PathLike | None, kwargs: dict
+    block_config: tuple[int, ...],
+    growth_rate: int,
+    num_init_features: int,
+    weights: str | os.PathLike | None,
+    kwargs: dict,
 ) -> DenseNet:
     kwargs = {"num_classes": 1000, "small_inputs": False, **kwargs}
     model = DenseNet(growth_rate, block_config, num_init_features=num_init_features, **kwargs)
@@ -344,7 +357,9 @@ def _imagenet(
 
 def _load_weights(model: DenseNet, weights: str | os.PathLike) -> None:
     if not os.path.isfile(weights):
-        raise ValueError(f"weights must be None or the path of a state dict, and there is no file {os.fspath(weights)!r}")
+        raise ValueError(
+            f"weights must be None or the path of a state dict, and there is no file {os.fspath(weights)!r}"
+        )
     state = torch.load(weights, map_location="cpu", weights_only=True)
     try:
         model.load_state_dict(state)

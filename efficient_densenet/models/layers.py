@@ -35,7 +35,9 @@ def mode_name(mode: bool | str) -> str:
 
 
 def conv(spatial_dims: int, in_channels: int, out_channels: int, kernel_size: int, **kwargs) -> nn.Module:
-    return (nn.Conv1d, nn.Conv2d, nn.Conv3d)[spatial_dims - 1](in_channels, out_channels, kernel_size, bias=False, **kwargs)
+    return (nn.Conv1d, nn.Conv2d, nn.Conv3d)[spatial_dims - 1](
+        in_channels, out_channels, kernel_size, bias=False, **kwargs
+    )
 
 
 def batch_norm(spatial_dims: int, channels: int) -> nn.Module:
@@ -122,7 +124,13 @@ class DenseBlock(nn.ModuleDict):
     efficient = "naive"
 
     def __init__(
-        self, num_layers: int, in_channels: int, growth_rate: int, bn_size: int | None, drop_rate: float, spatial_dims: int
+        self,
+        num_layers: int,
+        in_channels: int,
+        growth_rate: int,
+        bn_size: int | None,
+        drop_rate: float,
+        spatial_dims: int,
     ):
         super().__init__()
         for i in range(num_layers):
@@ -245,7 +253,9 @@ class DenseBlock(nn.ModuleDict):
                 runs = "fused" if asked == "auto" else asked
                 return BlockPlan(name, asked, runs, keeps_conv1=keeps_conv1 or runs == "fused")
             return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))
-        reasons = [f"{key} is not recomputed: {why}" for key, layer in self.items() if (why := why_not_recomputed(layer))]
+        reasons = [
+            f"{key} is not recomputed: {why}" for key, layer in self.items() if (why := why_not_recomputed(layer))
+        ]
         return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))
 
     def extra_repr(self) -> str:
@@ -271,6 +281,8 @@ class Transition(nn.Sequential):
     def __init__(self, in_channels: int, out_channels: int, spatial_dims: int):
         super().__init__()
         self.norm = batch_norm(spatial_dims, in_channels)
-        self.relu = nn.ReLU()  # not in place: whoever replaces the norm by an identity must not edit the block's features
+        self.relu = (
+            nn.ReLU()
+        )  # not in place: whoever replaces the norm by an identity must not edit the block's features
         self.conv = conv(spatial_dims, in_channels, out_channels, kernel_size=1)
         self.pool = pool(spatial_dims, "Avg", kernel_size=2, stride=2)

@@ -184,7 +184,9 @@ class FoldedNorm:
         return slope, level
 
 
-def norm_relu_reference(x: Tensor, gamma: Tensor, beta: Tensor, statistics: Statistics, eps: float, batch: bool) -> Tensor:
+def norm_relu_reference(
+    x: Tensor, gamma: Tensor, beta: Tensor, statistics: Statistics, eps: float, batch: bool
+) -> Tensor:
     """``relu(batch_norm(x))`` by torch; the same arguments as :func:`norm_relu`."""
     mean, var = (None, None) if batch else (statistics.mean.to(x.dtype), statistics.var.to(x.dtype))
     return F.relu(F.batch_norm(x, mean, var, gamma, beta, batch, 0.0, eps))

@@ -80,7 +80,9 @@ class ConvBackward:
 
     def add_weight(self, dy: Tensor, a: Tensor) -> None:
         """Add this tile's part of dW; ``dy`` bordered, ``a`` the rows the convolution read."""
-        lines, *rest = self._sizes  # lines of pixels, or planes of voxels: a part of an image that can be unfolded alone
+        lines, *rest = (
+            self._sizes
+        )  # lines of pixels, or planes of voxels: a part of an image that can be unfolded alone
         line = math.prod(rest)
         fitting = max(UNFOLDED_BYTES // (line * self._unfolded.shape[0] * dy.element_size()), 1)
         images = _even_parts(dy.shape[0], fitting // lines)
@@ -89,7 +91,9 @@ class ConvBackward:
             for first in range(0, lines, step):
                 count = min(step, lines - first)
                 within = part.narrow(1, first, count + self._taps[0] - 1)
-                unfolded = self._scratch.take("gradients", (part.shape[0], count, *rest, *self._taps, self._k), dy.dtype)
+                unfolded = self._scratch.take(
+                    "gradients", (part.shape[0], count, *rest, *self._taps, self._k), dy.dtype
+                )
                 strides = within.stride()
                 unfolded.copy_(
                     within.as_strided(unfolded.shape, (*strides[:-1], *strides[1:-1], 1), within.storage_offset())

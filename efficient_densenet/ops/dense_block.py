@@ -145,7 +145,9 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _dropout_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device, rate: float, state: Tensor | None) -> Tensor:
+def _dropout_noise(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, rate: float, state: Tensor | None
+) -> Tensor:
     """Dropout's factors, 0 or 1 / (1 - rate), drawn in contiguous order as the plain layer does; again from a saved state."""
     ones = torch.ones(shape, dtype=dtype, device=device)
     if state is None:
@@ -198,7 +200,9 @@ class _Pass:
         return weight.to(self.dtype)
 
 
-def _conv1_forward(run: _Pass, x: Tensor, norm: FoldedNorm, weight: Tensor, out: Tensor, moments: Moments | None) -> None:
+def _conv1_forward(
+    run: _Pass, x: Tensor, norm: FoldedNorm, weight: Tensor, out: Tensor, moments: Moments | None
+) -> None:
     """``out = relu(norm(x)) W1ᵀ``."""
     transposed = run.cast(weight).flatten(1).t().contiguous()
     step = run.step(x.shape[1])
@@ -480,7 +484,7 @@ class _Backward:
     def layer(self, i: int) -> tuple[Tensor | None, ...]:
         """One layer, all of whose readers are done: add into G what it gives to its input; returns its parameter gradients."""
         run, call, kept, p = self.run, self.call.layers[i], self.kept.layers[i], self.groups[i]
-        start, stop = self.starts[i], self.starts[i + 1]
+        start = self.starts[i]
         need_dx = self.first < start
         need = list(self.needs[i])
         if not (need_dx or any(need)):
@@ -653,9 +657,7 @@ class _DenseBlock(torch.autograd.Function):
             for i in reversed(range(len(layers))):
                 rest[:0] = run.layer(i)
             dx = run.input() if needed[0] else None
-        gradients = [
-            None if g is None else g.to(p.dtype) for g, p in zip((*rest, *tail), parameters, strict=True)
-        ]
+        gradients = [None if g is None else g.to(p.dtype) for g, p in zip((*rest, *tail), parameters, strict=True)]
         return dx, None, None, *gradients
 
 

@@ -44,7 +44,8 @@ class _NormReLUMaxPool(torch.autograd.Function):
         scratch = torch.empty((step, rows.shape[1]), dtype=x.dtype, device=x.device)
         pool = F.max_pool2d if x.dim() == 4 else F.max_pool3d
         pooled = [
-            pool(as_images(norm.relu(tile, out=fit(scratch, tile.shape[0])), sizes), *window) for tile in rows.split(step)
+            pool(as_images(norm.relu(tile, out=fit(scratch, tile.shape[0])), sizes), *window)
+            for tile in rows.split(step)
         ]
         ctx.save_for_backward(x, gamma, beta, mean, var)
         ctx.eps, ctx.batch, ctx.window = eps, batch, window
