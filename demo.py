@@ -15,16 +15,21 @@ Several machines, the same line on each of them:
 
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 demo.py
 
+On from where a run stopped (torchrun with --max-restarts does it by itself), and the test of what a run left:
+
+    python demo.py --resume results/RUN
+    python demo.py --evaluate results/RUN
+
 Batch size and learning rate are per GPU. Without --dataset: CIFAR-10 where it can be had, else scikit-learn's digits.
-``python demo.py --help`` lists all flags. A run leaves results.csv, model.dat, config.json and curves.png in its folder,
-prints a line per epoch, and ends with the test error of model.dat. A mistake in the flags is one line on standard error
-and exit code 2, before anything is done.
+``python demo.py --help`` lists all flags. A run leaves results.csv, model.dat, config.json, checkpoint.pt and curves.png
+in its folder, prints a line per epoch, and ends with the test error of model.dat. Ctrl-C and SIGTERM end it after the
+step, with a checkpoint. A mistake in the flags is one line on standard error and exit code 2, before anything is done.
 """
 
+import contextlib
+import dataclasses
 import functools
-import secrets
 import sys
-import time
 
 try:
     import fire, matplotlib, sklearn, torch, torchvision, tqdm  # noqa: E401, F401
@@ -32,8 +37,8 @@ except ImportError as error:
     sys.exit(f"demo.py: error: {error}; pip install -e '.[demo]' brings everything")
 
 import efficient_densenet
-from efficient_densenet.training import data, distributed, engine, log
-from efficient_densenet.training.config import RunError, UsageError, parse_flags
+from efficient_densenet.training import checkpoint, data, distributed, engine, log
+from efficient_densenet.training.config import UsageError, parse_flags
 
 
 def build_model(config, num_classes, in_channels):
@@ -53,102 +58,166 @@ def describe(model, config):
     """The model in a line: shape, size, and what its blocks run."""
     name = config.model or f"densenet_bc (depth {config.depth}, growth rate {config.growth_rate})"
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    runs = ", ".join(dict.fromkeys(f"{plan.runs} ({plan.reason})" if plan.reason else plan.runs for plan in model.execution_plan()))
-    return f"model: {name}, {parameters:,} parameters, efficient={model.efficient}, blocks run: {runs}"
+    plans = [f"{plan.runs} ({plan.reason})" if plan.reason else plan.runs for plan in model.execution_plan()]
+    return f"model: {name}, {parameters:,} parameters, efficient={model.efficient}, blocks run: {', '.join(dict.fromkeys(plans))}"
 
 
-def train(config, world):
-    """One run, from the flags to the test error."""
-    say = functools.partial(print, flush=True) if world.is_main else lambda *_: None
-
-    # What can be wrong is found out before anything is written.
-    results = world.on_main(lambda: log.Results(config.save, config.overwrite))
-    seed = world.on_main(lambda: secrets.randbelow(2**32) if config.seed is None else config.seed)
-    images = data.load(config, world, seed)
-    torch.manual_seed(seed)
+def prepare(config, world, say):
+    """The data set and the model that the flags describe."""
+    images = data.load(config, world, config.seed)
+    facts = images.facts
     model = build_model(config, images.num_classes, images.in_channels).to(world.device)
-    smallest = min(images.facts["image_size"])
-    if smallest < model.min_size:
-        raise UsageError(f"--image_size: images of {smallest} pixels are too small for this model, it takes {model.min_size}")
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    if min(facts["image_size"]) < model.min_size:
+        size = "x".join(map(str, facts["image_size"]))
+        raise UsageError(f"--image_size: images of {size} pixels are too small, this model takes {model.min_size} and more")
+    say(f"data: {facts['name']}" + (f" (CIFAR-10: {facts['note']})" if facts["note"] else ""))
+    say("{train_images:,} training, {valid_images:,} validation, {test_images:,} test images".format(**facts))
+    say(describe(model, config))
+    return images, model
 
-    sampler = data.TrainSampler(len(images.train), world, seed, config.max_steps and config.max_steps * config.batch_size * world.gpus)
+
+def train(config, world, say):
+    """One run, from the flags to the test error."""
+    # What can be wrong is found out before anything is written.
+    results = world.together((world.is_main, lambda: log.Results(config)))
+    config = world.on_main(lambda: dataclasses.replace(config, save=results.folder, seed=data.seed(config)))
+    saved = world.on_main(lambda: checkpoint.read(results.path("checkpoint.pt")) if config.resume else None)
+    torch.manual_seed(config.seed)
+    images, model = prepare(config, world, say)
+    settings = log.settings_of(config, world, images.facts)
+    if saved is not None:
+        checkpoint.check(saved, settings)
+
+    per_step = config.batch_size * world.gpus * config.accumulation_steps  # images of this process
+    sampler = data.TrainSampler(len(images.train), world, config.seed, config.max_steps and config.max_steps * per_step)
     train_batches = data.batches(images.train, sampler, config, world)
     valid_batches, test_batches = (
         part and data.batches(part, data.EvalSampler(len(part), world), config, world) for part in (images.valid, images.test)
     )
-    lr = engine.scaled_lr(config, world)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr, config.momentum, weight_decay=config.wd, nesterov=config.momentum > 0
+        model.parameters(),
+        lr=engine.step_lr(config, world),
+        momentum=config.momentum,
+        weight_decay=config.wd,
+        nesterov=config.momentum > 0,
     )
-    scheduler = engine.scheduler(optimizer, config, lr / config.lr)
+    state = checkpoint.State(
+        model=model,
+        optimizer=optimizer,
+        scheduler=engine.scheduler(optimizer, config, world),
+        scaler=torch.amp.GradScaler(world.device.type, enabled=config.amp == "fp16"),
+        ema=engine.averaged(model, config.ema_decay) if config.ema_decay else None,
+        totals=engine.Totals(world.device),
+    )
+    trained = world.wrap(model)  # what is called in training, while `model` holds the weights
+    if config.compile:
+        trained = torch.compile(trained)
+    kept = model if state.ema is None else state.ema.module  # what is evaluated, and written to model.dat
+    torch.manual_seed(config.seed + 1 + world.rank)  # dropout differs between ranks
 
-    facts, batch = images.facts, config.batch_size
-    say(f"data: {facts['name']}" + (f" (CIFAR-10: {facts['note']})" if facts["note"] else ""))
-    say("{train_images:,} training, {valid_images:,} validation, {test_images:,} test images".format(**facts))
-    say(describe(model, config))
-    say(f"{world} x {batch} = {world.replicas * batch} images per step, lr {lr:g}")
-    if world.gpus > 1:
-        say(f"DataParallel on {world.gpus} GPUs; torchrun --nproc_per_node={world.gpus} demo.py is faster")
-    settings = log.settings_of(config, world, facts, seed=seed, save=results.folder)
-    world.on_main(lambda: results.begin(settings))
-    say(f"results: {results.folder}")
+    say(engine.describe_step(config, world))
+    world.together((world.is_main, lambda: results.begin(settings, saved and saved["epoch"])))
+    say(f"results: {config.save}")
+    if saved is not None:
+        state.restore(saved, world)
+        say(f"goes on after {state.epoch} epochs and {state.step} steps")
+    elif config.resume:
+        say("no checkpoint yet: from the start")
 
-    trained = world.wrap(model)  # what is called in training; `model` holds the weights
-    evaluated = trained if world.gpus > 1 else model
-    torch.manual_seed(seed + 1 + world.rank)  # dropout differs between ranks
-    memory = log.PeakMemory(world.devices)
-    best_error, began = float("inf"), time.monotonic()
-    show_bar = world.is_main and (sys.stderr.isatty() if config.progress is None else config.progress)
-    for epoch in range(config.n_epochs):
-        memory.reset()
-        sampler.set_epoch(epoch)
-        totals, start = engine.Totals(world.device), time.monotonic()
-        bar = log.Bar(f"epoch {epoch + 1}/{config.n_epochs}", sampler.images * world.size, 0, show_bar)
-        engine.train_epoch(trained, train_batches, optimizer, world, totals, bar)
-        bar.close()
-        train_loss, train_error = totals.over_ranks(world)
-        seconds = time.monotonic() - start
+    def save_checkpoint():
+        world.together((True, lambda: state.check_finite(config.save)))
+        content = state.capture(world) | {"settings": settings}
+        world.together((world.is_main, lambda: results.save("checkpoint.pt", content)))
 
-        world.average_buffers(model)
-        valid_loss, valid_error = engine.evaluate(evaluated, valid_batches, world) if valid_batches else (None, None)
-        peaks = [peak for rank_peaks in world.gather(memory.read()) for peak in rank_peaks]
-        row = {
-            "epoch": epoch + 1,
-            "train_loss": train_loss,
-            "train_error": train_error,
-            "valid_loss": valid_loss,
-            "valid_error": valid_error,
-            "lr": scheduler.get_last_lr()[0],
-            "images_per_s": sampler.images * world.size / seconds,
-            "peak_mib": max(peaks),
-        }
-        improved = valid_error is None or valid_error < best_error
-        best_error = valid_error if improved else best_error
-        world.on_main(lambda: results.after_epoch(row, model if improved else None))
-        left = (time.monotonic() - began) / (epoch + 1) * (config.n_epochs - epoch - 1)
-        say(log.epoch_line(row, config.n_epochs, peaks, left))
-        scheduler.step()
+    memory, clock = log.PeakMemory(world.devices), log.Clock()
+    loaders = data.closing(train_batches, valid_batches, test_batches)
+    with distributed.Signals() as signals, loaders, results or contextlib.nullcontext():
+        while state.epoch < config.n_epochs:
+            memory.reset()
+            done = min(state.step * per_step, sampler.images)
+            sampler.set_epoch(state.epoch, first=done)
+            title, progress = f"epoch {state.epoch + 1}/{config.n_epochs}", world.is_main and config.progress
+            with log.Bar(title, sampler.images * world.size, done * world.size, progress, say) as bar:
+                for count in engine.train_steps(trained, train_batches, state, config, world):
+                    bar.advance(count * world.size, state.totals)
+                    broken = state.step % engine.LOOK_EVERY == 0 and not state.totals.are_finite()
+                    broken, stop = world.any(broken, signals.received is not None)
+                    if broken or stop or config.save_every_steps and state.step % config.save_every_steps == 0:
+                        save_checkpoint()
+                    if stop:
+                        raise distributed.Stopped(signals.received, f"in {title} after step {state.step}", config.save)
+            train_loss, train_error = state.totals.over_ranks(world)
+            world.together((True, lambda: state.check_finite(config.save)))
 
-    world.on_main(lambda: results.load_model(model))
-    world.broadcast(model)
-    _, test_error = engine.evaluate(evaluated, test_batches, world)
-    world.on_main(lambda: results.finish(test_error))
+            for module in dict.fromkeys((model, kept)):
+                world.average_buffers(module)
+            valid_loss, valid_error = None, None
+            if valid_batches is not None:
+                valid_loss, valid_error = engine.evaluate(world.spread(kept), valid_batches, config, world)
+            peaks = [peak for of_rank in world.gather(memory.read()) for peak in of_rank]
+            row = {
+                "epoch": state.epoch + 1,
+                "train_loss": train_loss,
+                "train_error": train_error,
+                "valid_loss": valid_loss,
+                "valid_error": valid_error,
+                "lr": state.scheduler.get_last_lr()[0],
+                "images_per_s": bar.images_per_s,
+                "peak_mib": max(peaks),
+            }
+            weights = kept.state_dict() if state.improves(valid_error) else None
+            state.next_epoch(row)
+            world.together((world.is_main, lambda: results.after_epoch(state.rows, weights)))
+            save_checkpoint()  # last: until it is there, the epoch is repeated
+            say(log.epoch_line(row, config.n_epochs, peaks, clock.left(config.n_epochs - state.epoch)))
+            if world.any(signals.received is not None)[0] and state.epoch < config.n_epochs:
+                raise distributed.Stopped(signals.received, f"after {title}", config.save)
+
+        world.together((world.is_main, lambda: results.load_model(kept)))
+        world.broadcast(kept)
+        _, test_error = engine.evaluate(world.spread(kept), test_batches, config, world)
+        world.together((world.is_main, lambda: results.finish(state.rows, test_error)))
     say(f"test error: {test_error:.4f}")
 
 
+def evaluate(config, world, say):
+    """Tests a saved model."""
+    config = world.on_main(lambda: dataclasses.replace(config, seed=data.seed(config)))
+    images, model = prepare(config, world, say)
+    world.together((True, lambda: checkpoint.load_weights(model, config.evaluate)))
+    batches = data.batches(images.test, data.EvalSampler(len(images.test), world), config, world)
+    with data.closing(batches):
+        _, error = engine.evaluate(world.spread(model), batches, config, world)
+    say(f"test error: {error:.4f}")
+
+
 def main():
-    """Reads the flags, then trains; what a line can explain is explained in a line."""
+    """Reads the flags, then trains; what a line can explain is explained in a line.
+
+    Returns:
+        The exit code.
+    """
     try:
-        config = parse_flags(sys.argv[1:])
+        config = checkpoint.recall(*parse_flags(sys.argv[1:]))
         with torch.device("meta"):  # the library's checks of the flags, without its work
             build_model(config, num_classes=10, in_channels=3)
         with distributed.start(config) as world:
-            train(config, world)
-    except (UsageError, RunError) as error:
-        if distributed.speaks_for(error):
-            print(f"demo.py: error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+            config = world.on_main(lambda: config)
+            say = functools.partial(print, flush=True) if world.is_main else lambda *_: None
+            evaluate(config, world, say) if config.evaluate else train(config, world, say)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (UsageError, RuntimeError, ConnectionError, distributed.Stopped) as error:
+        told = error if hasattr(error, "exit_code") else data.explained(error)
+        if told is None:
+            raise
+        if distributed.speaks_for(told):
+            print(f"demo.py: {'' if isinstance(told, distributed.Stopped) else 'error: '}{told}", file=sys.stderr)
+        return told.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

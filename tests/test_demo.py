@@ -3,7 +3,10 @@
 import csv
 import importlib.util
 import json
+import multiprocessing
 import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +29,13 @@ demo = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(demo)
 
 
+@pytest.fixture(autouse=True)
+def uncurved(request, monkeypatch):
+    """Drawing takes longer than the rest of these runs; the first test draws."""
+    if request.node.name != "test_a_run_leaves_what_it_promises":
+        monkeypatch.setattr(log.Results, "draw_curves", lambda self, rows: None)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Runs demo.py in this process and an empty folder; gives exit code, standard output and standard error."""
@@ -35,12 +45,7 @@ def run(tmp_path, monkeypatch, capsys):
 
     def start(*flags):
         monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, flags)])
-        try:
-            demo.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+        return demo.main(), *capsys.readouterr()
 
     return start
 
@@ -63,7 +68,7 @@ def test_a_run_leaves_what_it_promises(run):
     assert lines[3] == "1 CPU x 16 = 16 images per step, lr 0.1" and lines[4] == "results: out"
     assert [line[:11] for line in lines[5:7]] == ["epoch 1/2: ", "epoch 2/2: "] and " MiB" in lines[5]
 
-    assert sorted(os.listdir("out")) == ["config.json", "curves.png", "model.dat", "results.csv"]
+    assert sorted(os.listdir("out")) == ["checkpoint.pt", "config.json", "curves.png", "model.dat", "results.csv"]
     first, second, last = rows("out")
     assert [first["epoch"], second["epoch"]] == ["1", "2"] and first["test_error"] == ""
     assert [float(first["lr"]), float(second["lr"])] == pytest.approx([0.1, 0.01])
@@ -76,12 +81,12 @@ def test_a_run_leaves_what_it_promises(run):
     assert settings["versions"]["torch"] == torch.__version__
 
     # model.dat is the model of the best epoch: its error on the validation images is the one that was logged.
-    config = demo.parse_flags([*SMALL, "--save", "out"])
+    config, _ = demo.parse_flags(SMALL)
     images = data.load(config, demo.distributed.World(), 3)
     model = demo.build_model(config, 10, 3)
     model.load_state_dict(weights("out"))
     loader = data.batches(images.valid, range(len(images.valid)), config, demo.distributed.World())
-    _, error = demo.engine.evaluate(model, loader, demo.distributed.World())
+    _, error = demo.engine.evaluate(model, loader, config, demo.distributed.World())
     assert error == min(float(first["valid_error"]), float(second["valid_error"]))
 
 
@@ -128,7 +133,7 @@ def test_results_are_kept_unless_they_may_go(run):
         ("--dataset cifar10 --data nowhere", "--dataset cifar10: not in nowhere"),
         ("--data nowhere", "--dataset cifar10: not in nowhere"),
         ("--dataset digits --valid_size 1437", "--valid_size 1437: digits has 1437 training images"),
-        ("--dataset digits --model densenet121 --image_size 28", "--image_size: images of 28 pixels are too small"),
+        ("--dataset digits --model densenet121 --image_size 28", "--image_size: images of 28x28 pixels are too small"),
         ("--parallel ddp", "--parallel ddp: start it with torchrun"),
         ("--sync_bm True", "unknown flag --sync_bm"),
     ],
@@ -158,7 +163,7 @@ def test_an_unreadable_image_ends_the_run_with_its_name(run):
 
 def test_efficient_modes_come_from_the_library(run):
     for mode in efficient_densenet.models.MODES:
-        code, out, _ = run(*SMALL, "--n_epochs", 1, "--max_steps", 1, "--save", mode, "--efficient", mode)
+        code, out, _ = run(*SMALL, "--n_epochs", 1, "--max_steps", 1, "--valid_size", 0, "--save", mode, "--efficient", mode)
         assert code == 0 and f"efficient={mode}, " in out
 
 
@@ -168,34 +173,329 @@ def test_an_imagenet_shape(run):
     assert (code, err) == (0, "") and "model: densenet121, 6,964,106 parameters" in out
 
 
+# Flags that change how it trains
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--amp bf16", "lr 0.1"),
+        ("--amp fp16 --clip_grad 1", "lr 0.1"),
+        ("--channels_last False --label_smoothing 0.1", "lr 0.1"),
+        ("--accumulation_steps 3", "1 CPU x 16 x 3 accumulation steps = 48 images per step, lr 0.3 after 5 warm-up epochs"),
+        ("--accumulation_steps 4 --lr_scaling sqrt --warmup_epochs 0", "= 64 images per step, lr 0.2"),
+        ("--ema_decay 0.9", "lr 0.1"),
+        ("--schedule cosine --tensorboard True", "lr 0.1"),
+        ("--progress True", "lr 0.1"),
+    ],
+)
+def test_flags_of_training(run, monkeypatch, flags, words):
+    few = tuple(data._Arrays(part.images[:64], part.labels[:64], part.classes) for part in data._digits())
+    monkeypatch.setattr(data, "_digits", lambda: few)  # low precision is slow on many CPUs
+    code, out, err = run(*SMALL, *flags.split(), "--n_epochs", 1, "--max_steps", 2, "--save", "out")
+    assert code == 0 and words in out.splitlines()[3]
+    assert err == "" or "--progress" in flags and "images/s" in err
+    assert "epoch 1/1: " in out and 0 < float(rows("out")[-1]["test_error"]) < 1
+    assert os.path.exists("out/tensorboard") == ("--tensorboard" in flags)
+
+
+def test_averaged_weights_are_what_is_kept(run):
+    flags = [*SMALL, "--n_epochs", 1, "--max_steps", 3]
+    run(*flags, "--save", "plain")
+    run(*flags, "--save", "averaged", "--ema_decay", 0.5)
+    plain, averaged = weights("plain"), weights("averaged")
+    assert list(plain) == list(averaged)
+    assert not torch.equal(plain["features.conv0.weight"], averaged["features.conv0.weight"])
+    assert plain["features.norm5.num_batches_tracked"] == averaged["features.norm5.num_batches_tracked"] == 3
+    checkpoint = torch.load("averaged/checkpoint.pt", weights_only=True)
+    assert torch.equal(checkpoint["ema"]["module.features.conv0.weight"], averaged["features.conv0.weight"])
+    assert torch.equal(checkpoint["model"]["features.conv0.weight"], plain["features.conv0.weight"])
+
+
+def test_compile(run, monkeypatch):
+    compiled = []
+
+    def compile(model):  # the machine code of a whole DenseNet takes minutes; what is compiled is the same
+        compiled.append(model)
+        return torch.nn.Sequential(model)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    assert run(*SMALL, "--n_epochs", 1, "--max_steps", 1, "--save", "out", "--compile", "True")[0] == 0
+    assert [type(model) for model in compiled] == [efficient_densenet.DenseNet]
+    assert not any("_orig_mod" in name for name in weights("out"))
+
+
+# Stopping, going on, testing
+
+LONG = [*SMALL, "--n_epochs", 3, "--max_steps", 3, "--drop_rate", 0.2, "--ema_decay", 0.8]
+
+
+def assert_same_run(mine, theirs):
+    """Equal weights, bit by bit, and equal rows but for speed and memory."""
+    first, second = weights(mine), weights(theirs)
+    assert list(first) == list(second)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    for row, other in zip(rows(mine), rows(theirs), strict=True):
+        for name in set(log.COLUMNS) - {"images_per_s", "peak_mib"}:
+            assert row[name] == other[name], name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A run of three epochs that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "out"
+    assert _start(*LONG, "--save", folder) == 0
+    return folder
+
+
+def _start(*flags):
+    sys.argv = ["demo.py", *map(str, flags)]
+    return demo.main()
+
+
+def _killed_after(steps, *flags):
+    """Trains in this process, until it is killed in the step after so many."""
+    taken, sgd = [], torch.optim.SGD.step
+
+    def step(self, *args, **kwargs):
+        taken.append(1)
+        if len(taken) > steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sgd(self, *args, **kwargs)
+
+    torch.optim.SGD.step = step
+    return _start(*flags)
+
+
+def forked(function, *arguments):
+    """Runs a function in a child process; gives the exit code, negative for a signal."""
+    def child():
+        torch.set_num_threads(1)
+        sys.exit(function(*arguments))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
+@pytest.mark.parametrize("steps, every", [(1, 1), (4, None), (5, 2), (8, 2)])
+def test_a_killed_run_goes_on_bit_by_bit(run, uninterrupted, steps, every):
+    flags = [*LONG, "--save", "out"] + ([] if every is None else ["--save_every_steps", every])
+    assert forked(_killed_after, steps, *flags) == -signal.SIGKILL
+    code, out, err = run("--resume", "out", "--num_workers", 1)
+    assert (code, err) == (0, "")
+    done = steps if every == 1 else steps // 3 * 3 + (steps % 3 // every * every if every else 0)
+    assert f"goes on after {done // 3} epochs and {done % 3} steps" in out
+    assert_same_run("out", uninterrupted)
+
+
+@pytest.mark.parametrize("name, times", [("model.dat", 0), ("results.csv", 1), ("checkpoint.pt", 1)])
+def test_a_run_killed_while_it_writes_goes_on(run, uninterrupted, name, times):
+    written = []
+
+    def write(path, content, whole=log.replace_file):
+        if path == f"out/{name}":
+            written.append(path)
+            if len(written) > times:
+                Path(f"{path}.tmp").write_bytes(b"half")
+                os.kill(os.getpid(), signal.SIGKILL)
+        whole(path, content)
+
+    def killed():
+        log.replace_file = write
+        return _start(*LONG, "--save", "out")
+
+    assert forked(killed) == -signal.SIGKILL
+    assert os.path.exists(f"out/{name}.tmp")
+    assert run("--resume", "out")[0] == 0
+    assert_same_run("out", uninterrupted)
+    assert not any(left.endswith(".tmp") for left in os.listdir("out"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_stop_says_how_it_goes_on(run, monkeypatch, uninterrupted, number):
+    taken, sgd = [], torch.optim.SGD.step
+
+    def step(self, *args, **kwargs):
+        taken.append(1)
+        if len(taken) == 5:
+            os.kill(os.getpid(), number)
+        return sgd(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", step)
+        code, _, err = run(*LONG, "--save", "out", "--num_workers", 1)
+    assert code == 128 + number
+    assert err == f"demo.py: stopped by {number.name} in epoch 2/3 after step 2; go on with --resume out\n"
+    assert signal.getsignal(number) not in (None, signal.SIG_IGN) and multiprocessing.active_children() == []
+    assert "goes on after 1 epochs and 2 steps" in run("--resume", "out/checkpoint.pt")[1]
+    assert_same_run("out", uninterrupted)
+
+
+def test_a_finished_run_is_extended(run, uninterrupted):
+    flags = [*LONG, "--schedule", "cosine", "--save", "out"]
+    assert run(*flags, "--n_epochs", 1)[0] == 0
+    assert run(*flags, "--resume", "True", "--n_epochs", 2)[0] == 0
+    assert [row["epoch"] for row in rows("out")] == ["1", "2", ""]
+    assert json.loads(Path("out/config.json").read_text())["n_epochs"] == 2
+    before = rows("out")
+    assert run("--resume", "out")[0] == 0
+    assert rows("out") == before
+    code, _, err = run("--resume", "out", "--n_epochs", 1)
+    assert code == 2 and "--n_epochs 1: the run in out is at 2 already" in err
+
+
+def test_without_a_checkpoint_a_run_starts(run, uninterrupted):
+    code, out, _ = run(*LONG, "--save", "out", "--resume", "True")
+    assert code == 0 and "no checkpoint yet: from the start" in out
+    assert_same_run("out", uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--resume RUN --lr 0.2", "--lr 0.2: the run in RUN has 0.1, and it goes on as it was"),
+        ("--resume RUN --seed 4", "--seed 4: the run in RUN has 3"),
+        ("--resume RUN --efficient naive", "--efficient naive: the run in RUN has True"),
+        ("--resume RUN --save elsewhere", "goes on in RUN, not in --save elsewhere"),
+        ("--resume True", "--resume True: which run?"),
+        ("--resume RUN --evaluate RUN", "--evaluate does not go with --resume"),
+        ("--evaluate nowhere", "--evaluate nowhere: there is no file nowhere"),
+        ("--evaluate RUN --depth 16", "does not fit this model: missing features.denseblock1.denselayer2.norm1.weight"),
+        ("--evaluate RUN/results.csv", "cannot read RUN/results.csv"),
+    ],
+)
+def test_mistakes_about_runs(run, uninterrupted, flags, words):
+    before = {path.name: path.read_bytes() for path in uninterrupted.iterdir()}
+    code, _, err = run(*SMALL[6:8], *flags.replace("RUN", str(uninterrupted)).split())
+    assert code == 2 and err.count("\n") == 1 and words.replace("RUN", str(uninterrupted)) in err
+    assert {path.name: path.read_bytes() for path in uninterrupted.iterdir()} == before and os.listdir() == []
+
+
+def test_a_saved_model_is_tested(run, uninterrupted):
+    last = f"test error: {float(rows(uninterrupted)[-1]['test_error']):.4f}\n"
+    for path in (uninterrupted, uninterrupted / "model.dat"):
+        code, out, err = run("--evaluate", path)
+        assert (code, err) == (0, "") and out.endswith(last)
+    assert run("--evaluate", uninterrupted / "checkpoint.pt")[0] == 0  # the last weights, perhaps not the best
+    other = {f"module.{name}": tensor for name, tensor in weights(uninterrupted).items()}
+    torch.save({"state_dict": other}, "other.pt")
+    assert run(*SMALL, "--evaluate", "other.pt")[1].endswith(last)
+    assert os.listdir() == ["other.pt"]
+
+
+# Faults
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(run):
+    assert run(*SMALL, "--n_epochs", 1, "--max_steps", 1, "--save", "out")[0] == 0
+    before = Path("out/checkpoint.pt").read_bytes()
+    code, _, err = run("--resume", "out", "--n_epochs", 2, "--max_steps", 1)
+    assert code == 0
+    code, _, err = run(*SMALL, "--lr", 1e30, "--n_epochs", 1, "--save", "bad")
+    assert code == 1 and err.count("\n") == 1 and "not finite in epoch 1, by step 50; there is no checkpoint yet" in err
+    assert sorted(os.listdir("bad")) == ["config.json"] and before
+
+
+def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(run):
+    assert run(*LONG, "--n_epochs", 1, "--save", "out")[0] == 0
+    before = Path("out/checkpoint.pt").read_bytes()
+
+    def small_disk():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        return _start("--resume", "out", "--n_epochs", 2)
+
+    assert forked(small_disk) == 1
+    assert Path("out/checkpoint.pt").read_bytes() == before and not list(Path("out").glob("*.tmp"))
+    assert run("--resume", "out", "--n_epochs", 2)[0] == 0
+
+
+def test_a_worker_that_is_killed_is_said(run, monkeypatch):
+    get = data.Images.__getitem__
+
+    def dies(self, key):
+        if multiprocessing.parent_process() is not None and self.indices[key[0]] == 600:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return get(self, key)
+
+    monkeypatch.setattr(data.Images, "__getitem__", dies)
+    code, _, err = run(*SMALL, "--num_workers", 1, "--valid_size", 0, "--n_epochs", 1, "--save", "out")
+    assert code == 1 and err.count("\n") == 1 and "a process that loads images has died" in err
+
+
+# Several processes
+
+
+def _two_ranks(folder, stop_in_step, *flags):
+    if stop_in_step:
+        taken, sgd = [], torch.optim.SGD.step
+
+        def step(self, *args, **kwargs):
+            taken.append(1)
+            if len(taken) == stop_in_step and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return sgd(self, *args, **kwargs)
+
+        torch.optim.SGD.step = step
+    os.chdir(folder)
+    return _start(*flags)
+
+
+def test_all_ranks_stop_in_one_step_and_go_on_bit_by_bit(tmp_path, capfd):
+    assert on_ranks(2, tmp_path / "ranks", _two_ranks, tmp_path, None, *LONG, "--save", "whole") == [0, 0]
+    assert on_ranks(2, tmp_path / "ranks", _two_ranks, tmp_path, 5, *LONG, "--save", "out") == [143, 143]
+    assert capfd.readouterr().err.count("stopped by SIGTERM in epoch 2/3 after step 2; go on with --resume out") == 1
+    assert on_ranks(2, tmp_path / "ranks", _two_ranks, tmp_path, None, "--resume", "out") == [0, 0]
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
+    assert on_ranks(3, tmp_path / "ranks", _two_ranks, tmp_path, None, "--resume", "out") == [2, 2, 2]
+    assert "--resume: the run had other processes (2) than there are now (3)" in capfd.readouterr().err
+
+
 def environment():
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::FutureWarning"}
 
 
-def test_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(DEMO)]
-    flags = [*SMALL, "--n_epochs", "1", "--max_steps", "2", "--save", "out"]
-    done = subprocess.run(command + flags, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
+def test_torchrun_starts_again_from_the_checkpoint(tmp_path):
+    """Two processes under torchrun, one of which dies: the second start goes on, in the same folder, without a flag."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    flags = [*LONG, "--n_epochs", "2", "--max_steps", "4"]
+    fault = """
+import os, runpy, signal, sys, torch
+steps, sgd = [], torch.optim.SGD.step
+def step(self, *args, **kwargs):
+    steps.append(1)
+    if len(steps) == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sgd(self, *args, **kwargs)
+torch.optim.SGD.step = step
+sys.argv[0] = DEMO
+runpy.run_path(DEMO, run_name="__main__")
+"""
+    (tmp_path / "faulty.py").write_text(fault.replace("DEMO", repr(str(DEMO))))
+    done = subprocess.run(
+        [*command, "faulty.py", *map(str, flags)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 CPU processes x 16 = 32 images per step, lr 0.2") == 1
-    assert done.stdout.count("test error: ") == 1
-    first, last = rows(tmp_path / "out")
-    assert 0 < float(last["test_error"]) < 1
-    assert json.loads((tmp_path / "out/config.json").read_text())["world_size"] == 2
-    model = efficient_densenet.densenet_bc(10, 4)
-    model.load_state_dict(weights(tmp_path / "out"))
+    assert done.stdout.count("2 CPU processes x 16 = 32 images per step, lr 0.2 after 5 warm-up epochs") == 2
+    assert done.stdout.count("goes on after 1 epochs and 0 steps") == 1 and done.stdout.count("test error: ") == 1
+    (folder,) = (tmp_path / "results").iterdir()
+    assert json.loads((folder / "config.json").read_text())["world_size"] == 2
+    assert on_ranks(2, tmp_path / "ranks", _two_ranks, tmp_path, None, *flags, "--save", "whole") == [0, 0]
+    assert_same_run(folder, tmp_path / "whole")
 
 
 def _mistaken(folder):
     os.chdir(folder)
     sys.argv = ["demo.py", "--dataset", "imagefolder", "--data", "nowhere"]
-    demo.main()
+    return demo.main()
 
 
 def test_a_mistake_is_shown_by_one_rank(tmp_path, capfd):
     (tmp_path / "empty").mkdir()
-    stops = on_ranks(3, tmp_path / "ranks", _mistaken, tmp_path / "empty")
-    assert [(type(stop), stop.code) for stop in stops] == [(SystemExit, 2)] * 3
+    assert on_ranks(3, tmp_path / "ranks", _mistaken, tmp_path / "empty") == [2, 2, 2]
     assert capfd.readouterr().err.count("demo.py: error: --data nowhere: there is no folder train/") == 1
     assert os.listdir(tmp_path / "empty") == []

@@ -8,10 +8,10 @@ from efficient_densenet.training.config import Config, UsageError, parse_flags
 
 
 def test_no_flags_give_the_papers_recipe():
-    config = parse_flags([])
+    config, given = parse_flags([])
     assert (config.depth, config.growth_rate, config.compression, config.drop_rate) == (100, 12, 0.5, 0.0)
     assert (config.n_epochs, config.batch_size, config.lr, config.wd, config.momentum) == (300, 64, 0.1, 1e-4, 0.9)
-    assert config == Config()
+    assert config == Config() and not given
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.lr = 1.0
 
@@ -28,14 +28,18 @@ def test_no_flags_give_the_papers_recipe():
         (["--efficient", "False"], "efficient", False),
         (["--efficient=checkpoint"], "efficient", "checkpoint"),
         (["--overwrite"], "overwrite", True),
+        (["--resume"], "resume", True),
+        (["--resume", "True"], "resume", True),
+        (["--resume", "2024"], "resume", "2024"),
         (["--noprogress"], "progress", False),
         (["--seed", "None"], "seed", None),
         (["--valid_size", "0"], "valid_size", 0),
     ],
 )
 def test_values_arrive_as_typed(flags, name, value):
-    got = getattr(parse_flags(flags), name)
-    assert got == value and type(got) is type(value)
+    config, given = parse_flags(flags)
+    got = getattr(config, name)
+    assert got == value and type(got) is type(value) and name in given
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,9 @@ def test_values_arrive_as_typed(flags, name, value):
         (["--depth"], "--depth True: expected a whole number"),
         (["--depth=40.5"], "--depth 40.5: expected a whole number"),
         (["--overwrite", "true"], "--overwrite true: expected True or False"),
-        (["--efficient", "0"], "--efficient 0: expected"),
+        (["--amp"], "--amp needs a value"),
+        (["--amp", "fp8"], "--amp fp8: expected one of off, bf16, fp16"),
+        (["--ema_decay", "1"], "--ema_decay 1.0: must be at least 0 and below 1"),
         (["--lr", "-0.1"], "--lr -0.1: must be above 0"),
         (["--lr=1e999"], "--lr inf: expected a finite number"),
         (["--drop_rate", "1"], "--drop_rate 1.0: must be at least 0 and below 1"),
@@ -71,9 +77,9 @@ def test_mistakes_are_named_in_one_line(flags, words, capsys):
 
 
 def test_a_named_folder_is_not_exchanged_for_digits():
-    assert parse_flags([]).dataset == "auto"
-    assert parse_flags(["--data", "there"]).dataset == "cifar10"
-    assert parse_flags(["--data", "there", "--dataset", "svhn"]).dataset == "svhn"
+    assert parse_flags([])[0].dataset == "auto"
+    assert parse_flags(["--data", "there"])[0].dataset == "cifar10"
+    assert parse_flags(["--data", "there", "--dataset", "svhn"])[0].dataset == "svhn"
 
 
 def test_help_shows_every_flag_with_its_default_and_meaning(capsys):

@@ -1,6 +1,7 @@
 """Data sets: which is used and why, how they are split, and that every image is counted as often as it should be."""
 
 import gzip
+import multiprocessing
 import os
 import pickle
 import socket
@@ -180,8 +181,10 @@ def test_an_unreadable_image_is_named(folders, workers):
     (folders / "test/b/1.png").write_bytes(whole[: len(whole) // 2])
     config = Config(dataset="imagefolder", data=str(folders), num_workers=workers)
     images = data.load(config, ALONE, 0).test
-    with pytest.raises(RunError, match="cannot read the image .*test/b/1.png"):
-        list(data.batches(images, data.EvalSampler(len(images), ALONE), config, ALONE))
+    batches = data.batches(images, data.EvalSampler(len(images), ALONE), config, ALONE)
+    with pytest.raises(RunError, match="^cannot read the image .*test/b/1.png: [^\n]*$"), data.closing(batches):
+        list(batches)
+    assert multiprocessing.active_children() == []
 
 
 def test_an_image_of_another_size_is_named(folders):

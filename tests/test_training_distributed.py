@@ -63,6 +63,7 @@ def test_processes_and_devices(launcher, rank, size, gpus, flags, expected):
         (0, 2, 2, {"parallel": "none"}, "--parallel none: torchrun started 2 processes"),
         (0, 2, 2, {"device": "cuda:1"}, "--device cuda:1: torchrun started 2 processes"),
         (0, 4, 2, {}, "4 processes for 2 visible GPUs"),
+        (0, 0, 2, {"compile": True}, "--compile True: not with DataParallel"),
     ],
 )
 def test_what_cannot_be_served_is_refused(launcher, rank, size, gpus, flags, words):
@@ -81,7 +82,7 @@ def test_the_step_in_words():
     assert str(World(size=2, device=torch.device("cuda"), gpus=1)) == "2 GPUs"
     four = World(device=torch.device("cuda:0"), gpus=4)
     assert str(four) == "4 GPUs" and four.replicas == 4
-    assert [engine.scaled_lr(Config(lr_scaling=how), four) for how in ("linear", "sqrt", "none")] == [0.4, 0.2, 0.1]
+    assert [engine.step_lr(Config(lr_scaling=how), four) for how in ("linear", "sqrt", "none")] == [0.4, 0.2, 0.1]
 
 
 def test_cpus_are_shared_by_the_processes_of_a_machine(monkeypatch):
@@ -134,7 +135,7 @@ def _together():
         for size in (7, 2):  # evaluation: fewer images than ranks as well
             images = [(torch.full((1, 2, 2), float(i)), i % 2) for i in range(size)]
             loader = data.batches(images, data.EvalSampler(size, world), Config(batch_size=2, num_workers=0), world)
-            seen[f"evaluate {size}"] = engine.evaluate(model, loader, world)
+            seen[f"evaluate {size}"] = engine.evaluate(model, loader, Config(channels_last=False), world)
 
         torch.manual_seed(world.rank)
         wrapped = world.wrap(nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False), nn.BatchNorm1d(2)))
@@ -162,6 +163,6 @@ def test_three_ranks(tmp_path):
     for size in (7, 2):
         images = [(torch.full((1, 2, 2), float(i)), i % 2) for i in range(size)]
         loader = data.batches(images, range(size), Config(batch_size=2, num_workers=0), World())
-        alone = engine.evaluate(Order(0), loader, World())
+        alone = engine.evaluate(Order(0), loader, Config(channels_last=False), World())
         for mine in seen:
             assert mine[f"evaluate {size}"] == pytest.approx(alone, abs=1e-7)

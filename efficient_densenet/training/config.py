@@ -18,9 +18,13 @@ import fire
 class UsageError(ValueError):
     """A mistake of the person at the keyboard: shown as one line, exit code 2, before any work."""
 
+    exit_code = 2
+
 
 class RunError(RuntimeError):
     """A fault that ends a run and that one line explains: an unreadable image, a full disk, a loss that is not finite."""
+
+    exit_code = 1
 
     def __init__(self, message):  # a DataLoader's worker sends its traceback instead, which ends in the message
         super().__init__(message.rpartition(f"{__name__}.RunError: ")[2].strip())
@@ -35,8 +39,8 @@ def _flag(default, choices=(), **bounds):
 class Config:
     """Train a DenseNet in a fraction of the memory, with the same numbers.
 
-    Batch size and learning rate are per GPU (or process): the global batch is batch_size x GPUs, the
-    learning rate lr x GPUs. Several GPUs: torchrun --nproc_per_node=N demo.py [flags].
+    Batch size and learning rate are per GPU (or process): the global batch is batch_size x GPUs x accumulation_steps,
+    and the learning rate grows likewise. Several GPUs: torchrun --nproc_per_node=N demo.py [flags].
 
     Args:
         efficient: How dense blocks use memory: False or "naive" (plain autograd), "checkpoint", ..., True or "auto"
@@ -67,6 +71,18 @@ class Config:
         device: auto, cpu, cuda or cuda:N.
         parallel: auto, ddp (under torchrun), dp (DataParallel, without it) or none.
         progress: Show a progress bar. Default: on a terminal.
+        amp: off, bf16 or fp16: the precision of convolutions and products (mixed precision).
+        channels_last: Keep feature maps in channels-last order, which convolutions prefer.
+        accumulation_steps: Batches whose gradients make one step; the learning rate grows with them like with GPUs.
+        ema_decay: Average the weights exponentially with this decay, e.g. 0.999, and evaluate and keep the averages.
+        clip_grad: Scale gradients down to this norm where theirs is greater; 0 for never.
+        label_smoothing: Share of each label that is spread evenly over the classes.
+        compile: Compile the model with torch.compile.
+        resume: True (with --save) or a run's folder or checkpoint.pt, to go on exactly where it stopped, or from the
+            start if it has no checkpoint yet. Only n_epochs, num_workers, progress and tensorboard may change.
+        save_every_steps: Write a checkpoint after every so many steps, not only after each epoch.
+        evaluate: Test a saved model and train nothing; takes a run's folder, model.dat or another file of weights.
+        tensorboard: Write the curves for TensorBoard too.
         max_steps: At most so many training steps in each epoch, for trying things out.
     """
 
@@ -99,6 +115,17 @@ class Config:
     device: str = _flag("auto")
     parallel: str = _flag("auto", choices=("auto", "ddp", "dp", "none"))
     progress: bool | None = _flag(None)
+    amp: str = _flag("off", choices=("off", "bf16", "fp16"))
+    channels_last: bool = _flag(True)
+    accumulation_steps: int = _flag(1, at_least=1)
+    ema_decay: float = _flag(0.0, at_least=0, below=1)
+    clip_grad: float = _flag(0.0, at_least=0)
+    label_smoothing: float = _flag(0.0, at_least=0, below=1)
+    compile: bool = _flag(False)
+    resume: bool | str = _flag(False)
+    save_every_steps: int | None = _flag(None, at_least=1)
+    evaluate: str | None = _flag(None)
+    tensorboard: bool = _flag(False)
     max_steps: int | None = _flag(None, at_least=1)
 
     def __post_init__(self):
@@ -107,9 +134,14 @@ class Config:
             object.__setattr__(self, field.name, value)
 
 
+def _types(field):
+    """The types that a field takes."""
+    return typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+
+
 def _checked(field, value):
     """The value in the field's type, or a :class:`UsageError` that says what would do."""
-    types_ = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+    types_ = _types(field)
     if float in types_ and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) not in types_:
@@ -133,7 +165,7 @@ def _checked(field, value):
 
 
 def parse_flags(arguments):
-    """Turns command-line arguments into a :class:`Config`.
+    """Turns command-line arguments into a :class:`Config`, and the names of the flags that were typed.
 
     Fire calls a function as soon as it has its arguments and complains about what is left over afterwards; here that
     function only notes them, so a misspelt flag is refused before anything runs.
@@ -154,8 +186,8 @@ def parse_flags(arguments):
     if not {"-h", "--help"} & set(arguments):  # the marks that parsers leave on a function would show in its help
         if "--" in arguments:
             raise UsageError("unexpected argument '--': every setting is a flag, --name value")
-        texts = [field.name for field in dataclasses.fields(Config) if field.type in (str, str | None)]
-        fire.decorators.SetParseFns(**{name: functools.partial(_text, name) for name in texts})(note)
+        texts = [field for field in dataclasses.fields(Config) if str in _types(field)]
+        fire.decorators.SetParseFns(**{field.name: functools.partial(_text, field) for field in texts})(note)
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
@@ -166,18 +198,21 @@ def parse_flags(arguments):
             sys.exit(0)
         raise UsageError(_explain(messages.getvalue())) from None
 
+    typed = set(given)
     fixed = [name for name in ("depth", "growth_rate", "compression") if name in given]
     if given.get("model") is not None and fixed:
         raise UsageError(f"--{fixed[0]} does not go with --model {given['model']}, whose shape is fixed")
     if "data" in given and given.get("dataset", "auto") == "auto":  # someone who names a folder wants what is in it
         given["dataset"] = "cifar10"
-    return Config(**given)
+    return Config(**given), typed
 
 
-def _text(name, value):
-    """A flag's value as typed (Fire would read 2024 as a number), where Fire's ``True`` means that none was typed."""
+def _text(field, value):
+    """A flag's value as typed (Fire would read 2024 as a number), where Fire's ``True`` may mean that none was typed."""
+    if value in ("True", "False") and bool in _types(field):
+        return value == "True"
     if value == "True":
-        raise UsageError(f"--{name} needs a value")
+        raise UsageError(f"--{field.name} needs a value")
     return None if value == "None" else value
 
 

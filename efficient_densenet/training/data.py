@@ -4,6 +4,8 @@ import contextlib
 import gzip
 import math
 import os
+import secrets
+import signal
 import socket
 import threading
 import urllib.error
@@ -19,6 +21,7 @@ from .config import RunError, UsageError
 from .distributed import cpus_per_process
 
 CONNECT_SECONDS = 10  # a network that has not answered by then is taken for none
+GRACE_SECONDS = 30  # what a process that loads images has left after SIGTERM
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Mean and standard deviation of each channel in the training set, and whether a mirrored image is still of its class.
 _FACTS = {
@@ -116,6 +119,11 @@ class EvalSampler(Sampler):
         return iter(self._share)
 
 
+def seed(config):
+    """The seed of the flags, or a new one."""
+    return secrets.randbelow(2**32) if config.seed is None else config.seed
+
+
 def load(config, world, seed):
     """Finds, downloads if needed, splits and prepares the data set.
 
@@ -176,9 +184,41 @@ def batches(images, sampler, config, world):
         sampler=sampler,
         num_workers=workers,
         persistent_workers=workers > 0,
+        worker_init_fn=_leave_signals_to_the_trainer,
         pin_memory=world.device.type == "cuda",
         generator=torch.Generator(),  # the loader draws from it, and must leave the model's random numbers alone
     )
+
+
+@contextlib.contextmanager
+def closing(*loaders):
+    """Ends the loaders' worker processes at the end of the block, also by an error (whose traceback would keep them)."""
+    try:
+        yield
+    finally:
+        for loader in loaders:
+            iterator = getattr(loader, "_iterator", None)
+            if iterator is not None:
+                iterator._shutdown_workers()
+
+
+def explained(error):
+    """An error that came from elsewhere (another process, the memory) in a line; None for any other."""
+    line = str(error).splitlines()[0] if str(error) else ""
+    if "DataLoader worker" in line or isinstance(error, ConnectionError):
+        return RunError(f"a process that loads images has died (was the memory short?): {line}")
+    if "onnection closed by peer" in line or "onnection reset by peer" in line:
+        return RunError(f"another process of the run has ended: {line}")
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        reason = line.partition(". ")[0]
+        return RunError(f"{reason}. A smaller --batch_size (with --accumulation_steps), or --efficient True, takes less")
+    return None
+
+
+def _leave_signals_to_the_trainer(_):
+    """Ctrl-C and SIGTERM may reach all processes; those that load images stay until the trainer has ended its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))
 
 
 def _transforms(image_size, size, mean, std, flip):

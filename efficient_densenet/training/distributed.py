@@ -4,6 +4,8 @@ import contextlib
 import datetime
 import inspect
 import os
+import signal
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +85,10 @@ class World:
 
     def on_main(self, function):
         """Calls the function on rank 0 and gives every rank its result, or its error."""
-        return self.gather(self.together((self.is_main, function)))[0]
+        result = [self.together((self.is_main, function))]
+        if self.distributed:
+            dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
+        return result[0]
 
     def gather(self, value):
         """The ranks' values in a list, on every rank."""
@@ -92,6 +97,14 @@ class World:
         values = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def any(self, *conditions):
+        """Whether each condition holds on any of the ranks; asked and answered by the CPUs."""
+        if not self.distributed:
+            return conditions
+        flags = torch.tensor(conditions, dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return flags.bool().tolist()
 
     def sum(self, tensor):
         """The sum of the ranks' tensors, as a new tensor, on every rank."""
@@ -107,12 +120,18 @@ class World:
         :meth:`average_buffers` puts the statistics together where they are used.
         """
         if self.distributed:
+            # Raised where a 1x1 kernel and its gradient differ in the strides of sides of length one, which say nothing.
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             ddp = nn.parallel.DistributedDataParallel
             sync = "forward_sync_buffers"  # "broadcast_buffers" in older releases
             if sync not in inspect.signature(ddp).parameters:
                 sync = "broadcast_buffers"
             device_ids = [self.device.index] if self.device.type == "cuda" else None
             return ddp(model, device_ids=device_ids, gradient_as_bucket_view=True, **{sync: False})
+        return self.spread(model)
+
+    def spread(self, model):
+        """The model on all GPUs of this process: under DataParallel where they are several."""
         return nn.DataParallel(model) if self.gpus > 1 else model
 
     @torch.no_grad()
@@ -139,6 +158,54 @@ def under_torchrun():
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def launcher():
+    """Names the torchrun that started this process, the same for all its restarts; None without one, or not on Linux."""
+    if not under_torchrun():
+        return None
+    try:
+        with open(f"/proc/{os.getppid()}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
+            started = stat.read().rpartition(")")[2].split()[19]
+            return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{boot.read().strip()}/{os.getppid()}/{started}"
+    except OSError:
+        return None
+
+
+class Stopped(Exception):
+    """The end of a run that was asked to stop, after its checkpoint is written."""
+
+    shared = True
+
+    def __init__(self, received, where, folder):
+        received = received or signal.SIGTERM  # another rank's
+        super().__init__(f"stopped by {received.name} {where}; go on with --resume {folder}")
+        self.exit_code = 128 + received
+
+
+class Signals:
+    """Notes SIGTERM and Ctrl-C instead of dying of them, while it is in use as a context manager.
+
+    Attributes:
+        received: The first signal, or None. A second Ctrl-C ends the process as usual (under torchrun, which passes
+            signals on that the terminal has sent already, it does not).
+    """
+
+    def __init__(self):
+        self.received = None
+
+    def __enter__(self):
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame):
+        if self.received is not None and number == signal.SIGINT and not under_torchrun():
+            raise KeyboardInterrupt
+        self.received = self.received or signal.Signals(number)
+
+
 def speaks_for(error):
     """Whether this process shows an error: the first one on a machine where all have it, else the one that has it."""
     return not (isinstance(error, UsageError) or getattr(error, "shared", False)) or os.environ.get("LOCAL_RANK", "0") == "0"
@@ -155,7 +222,11 @@ def start(config):
         return
     # Objects and flags go through gloo on the CPU, so that asking the others never waits for a GPU.
     backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+    timeout = datetime.timedelta(minutes=30)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    # torchrun may keep one store for all its restarts, with the addresses of processes that are no more.
+    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     yield world
     dist.destroy_process_group()  # not after an error: it would wait for the others, who wait for this process to end
 
@@ -194,6 +265,8 @@ def find_world(config):
     if config.parallel == "dp" and not (on_gpu and index is None):
         raise UsageError("--parallel dp: needs visible CUDA GPUs and no number in --device")
     several = on_gpu and index is None and gpus > 1 and config.parallel != "none"
+    if several and config.compile:
+        raise UsageError("--compile True: not with DataParallel; start it with torchrun, or with --parallel none")
     device = torch.device("cuda", index or 0) if on_gpu else torch.device("cpu")
     return World(device=device, gpus=gpus if several else 1)
 

@@ -1,10 +1,14 @@
 """The training loop: schedule, steps, evaluation."""
 
+import contextlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+
+LOOK_EVERY = 50  # steps after which the loss is looked at
 
 
 class Totals:
@@ -16,14 +20,17 @@ class Totals:
     @torch.no_grad()
     def add(self, loss_sum, logits, labels):
         """Adds a batch, whose losses sum to ``loss_sum``."""
-        errors = (logits.argmax(1) != labels).sum()
-        images = torch.tensor(len(labels), device=errors.device)
-        self.sums += torch.stack([loss_sum.double(), errors.double(), images.double()])
+        errors = (logits.argmax(1) != labels).sum().double()
+        self.sums += torch.stack([loss_sum.double(), errors, torch.full_like(errors, len(labels))])
 
     def means(self):
         """Mean loss and share of errors so far; NaN before the first image."""
         loss, errors, images = self.sums.tolist()
         return (loss / images, errors / images) if images else (math.nan, math.nan)
+
+    def are_finite(self):
+        """Whether every loss so far was a number."""
+        return math.isfinite(self.sums[0].item())
 
     def over_ranks(self, world):
         """Mean loss and share of errors over the images of all ranks."""
@@ -31,23 +38,33 @@ class Totals:
         return loss / images, errors / images
 
 
-def scaled_lr(config, world):
-    """The learning rate of a step on all replicas: ``lr`` times their number, or its root, or ``lr`` itself."""
-    return config.lr * {"linear": world.replicas, "sqrt": math.sqrt(world.replicas), "none": 1}[config.lr_scaling]
+def step_lr(config, world):
+    """The learning rate of a step: ``lr`` times the batches in it, or times their root, or ``lr`` itself."""
+    batches = world.replicas * config.accumulation_steps
+    return config.lr * {"linear": batches, "sqrt": math.sqrt(batches), "none": 1}[config.lr_scaling]
 
 
-def scheduler(optimizer, config, scale):
+def warmup_epochs(config, world):
+    """Epochs of rising rate: as the flags say, or 5 where the rate is scaled up."""
+    return (5 if step_lr(config, world) > config.lr else 0) if config.warmup_epochs is None else config.warmup_epochs
+
+
+def describe_step(config, world):
+    """What a step takes, in a line: ``4 GPUs x 128 = 512 images per step, lr 0.4``."""
+    accumulated = f" x {config.accumulation_steps} accumulation steps" if config.accumulation_steps > 1 else ""
+    images = world.replicas * config.batch_size * config.accumulation_steps
+    warmup = warmup_epochs(config, world)
+    reached = f" after {warmup} warm-up epochs" if warmup else ""
+    return f"{world} x {config.batch_size}{accumulated} = {images} images per step, lr {step_lr(config, world):g}{reached}"
+
+
+def scheduler(optimizer, config, world):
     """The learning rate's course, stepped once per epoch.
 
     ``multistep`` divides by ten when 50 % of the epochs are done, and again at 75 %, never before. ``cosine`` falls from
     the end of the warm-up towards zero. In a warm-up of w epochs, epoch e (from 0) has (e + 1) / (w + 1) of the rate.
-
-    Args:
-        optimizer: With the scaled rate.
-        config: The flags.
-        scale: How much the rate was scaled up: above 1, a warm-up of 5 epochs is the default.
     """
-    warmup = (5 if scale > 1 else 0) if config.warmup_epochs is None else config.warmup_epochs
+    warmup = warmup_epochs(config, world)
 
     def factor(epoch):
         if epoch < warmup:
@@ -59,27 +76,80 @@ def scheduler(optimizer, config, scale):
     return lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def train_epoch(model, loader, optimizer, world, totals, bar):
-    """Trains on every batch of the loader and adds what it saw to ``totals``."""
+def averaged(model, decay):
+    """An exponential moving average of the model's weights and of its BatchNorm statistics."""
+
+    def update(averages, values, _):
+        if averages[0].is_floating_point():
+            torch._foreach_lerp_(averages, values, 1 - decay)
+        else:  # counters
+            torch._foreach_copy_(averages, values)
+
+    return AveragedModel(model, multi_avg_fn=update, use_buffers=True)
+
+
+def _to_device(batch, config, world):
+    images, labels = batch
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    images = images.to(world.device, non_blocking=True, memory_format=layout)
+    return images, labels.to(world.device, non_blocking=True)
+
+
+def _precision(config, world):
+    """Autocast where ``--amp`` asks for it."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.amp)
+    return torch.autocast(world.device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+def train_steps(model, batches, state, config, world):
+    """Trains to the end of the epoch; yields the number of this rank's images after each optimizer step.
+
+    A step takes ``accumulation_steps`` batches, the last one of the epoch what is left. Its loss is the mean over its
+    images, however they are spread over batches; gradients go from rank to rank once per step.
+
+    Args:
+        model: What is called: ``state.model``, or what wraps it.
+        batches: A loader whose sampler gives the rest of the epoch.
+        state: What is trained.
+    """
     model.train()
-    for images, labels in loader:
-        images, labels = images.to(world.device, non_blocking=True), labels.to(world.device, non_blocking=True)
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        totals.add(loss.detach() * len(labels), logits.detach(), labels)
-        bar.advance(len(labels) * world.size, totals)
+    left = len(batches.sampler)
+    size = min(left, config.batch_size * world.gpus * config.accumulation_steps)
+    done = 0
+    for batch in batches:
+        images, labels = _to_device(batch, config, world)
+        done += len(labels)
+        complete = done == size
+        with contextlib.nullcontext() if complete or not world.distributed else model.no_sync():
+            with _precision(config, world):
+                logits = model(images)
+            loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing, reduction="sum")
+            state.scaler.scale(loss / size).backward()
+        state.totals.add(loss.detach(), logits.detach(), labels)
+        if not complete:
+            continue
+        if config.clip_grad:
+            state.scaler.unscale_(state.optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad()
+        if state.ema is not None:
+            state.ema.update_parameters(state.model)
+        state.step += 1
+        yield size
+        left -= size
+        size, done = min(left, size), 0
 
 
 @torch.inference_mode()
-def evaluate(model, loader, world):
+def evaluate(model, batches, config, world):
     """Mean loss and share of errors over the images of all ranks, every image counted once."""
     model.eval()
     totals = Totals(world.device)
-    for images, labels in loader:
-        images, labels = images.to(world.device, non_blocking=True), labels.to(world.device, non_blocking=True)
-        logits = model(images).float()
+    for batch in batches:
+        images, labels = _to_device(batch, config, world)
+        with _precision(config, world):
+            logits = model(images).float()
         totals.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
     return totals.over_ranks(world)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 
@@ -16,11 +17,29 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import efficient_densenet
-from .config import UsageError
+from .config import RunError, UsageError
+from .distributed import launcher
 
 COLUMNS = "epoch,train_loss,train_error,valid_loss,valid_error,test_error,lr,images_per_s,peak_mib".split(",")
 RESULTS = ("config.json", "results.csv", "model.dat", "checkpoint.pt", "curves.png")
 MIB = 2**20
+
+try:
+    import fcntl
+except ImportError:  # not everywhere
+    fcntl = None
+_locks = {}  # folders in use by this process, and their file descriptors
+
+
+def _forget_locks():
+    """A process that loads images must not hold the folder when the one that trains has died."""
+    for folder in _locks.values():
+        os.close(folder)
+    _locks.clear()
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 def replace_file(path, content):
@@ -31,36 +50,46 @@ def replace_file(path, content):
         content: Its bytes, or a function that writes them into an open binary file.
     """
     temporary = f"{path}.tmp"
+    with _explained(f"cannot write {path}"):
+        try:
+            with open(temporary, "wb") as file:
+                content(file) if callable(content) else file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(temporary)
+
+
+@contextlib.contextmanager
+def _explained(what):
+    """Turns the file system's errors, some of which torch wraps, into a line."""
     try:
-        with open(temporary, "wb") as file:
-            content(file) if callable(content) else file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        raise RunError(f"{what}: {getattr(cause, 'strerror', None) or error}") from None
 
 
 class Results:
     """The folder of a run.
 
     Args:
-        folder: Where it is; None for one named after the time, under ./results.
-        overwrite: Whether results that are there may go.
+        config: The flags. ``save``: where it is, None for one named after the time, under ./results; ``overwrite``: whether
+            results that are there may go; ``resume``: whether the run that is there goes on.
 
     Raises:
-        UsageError: The folder holds results already, or cannot be written to.
+        UsageError: The folder holds results already, is in use by another run, or cannot be written to.
     """
 
-    def __init__(self, folder, overwrite):
-        self.folder = folder if folder is not None else _new_folder()
-        self.rows = []
+    def __init__(self, config):
+        self.folder = config.save if config.save is not None else _new_folder()
+        self._board, self._writer = None, _summary_writer() if config.tensorboard else None
         held = [name for name in RESULTS if os.path.exists(self.path(name))]
-        if held and not overwrite:
-            raise UsageError(
-                f"--save {self.folder}: holds results already ({held[0]}); choose another folder or add --overwrite True"
-            )
+        if held and not config.overwrite and not config.resume:
+            wanted = "go on with --resume True, choose another folder or add --overwrite True"
+            raise UsageError(f"--save {self.folder}: holds results already ({held[0]}); {wanted}")
         nearest = os.path.abspath(self.folder)
         while not os.path.lexists(nearest):
             nearest = os.path.dirname(nearest)
@@ -68,52 +97,92 @@ class Results:
             raise UsageError(f"--save {self.folder}: {nearest} is not a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise UsageError(f"--save {self.folder}: no permission to write in {nearest}")
+        if os.path.isdir(self.folder):
+            self._lock()
 
     def path(self, name):
         """A file of this run."""
         return os.path.join(self.folder, name)
 
-    def begin(self, settings):
-        """Makes the folder, clears what an earlier run left in it, and writes config.json."""
-        os.makedirs(self.folder, exist_ok=True)
-        for name in RESULTS:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self.path(name))
+    def begin(self, settings, epochs=None):
+        """Makes the folder and writes config.json; clears what an earlier run left, unless its ``epochs`` are continued."""
+        with _explained(f"cannot write to {self.folder}"):
+            os.makedirs(self.folder, exist_ok=True)
+            self._lock()
+            for name in RESULTS if epochs is None else ():
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(self.path(name))
+            if epochs is None:
+                shutil.rmtree(self.path("tensorboard"), ignore_errors=True)
         replace_file(self.path("config.json"), (json.dumps(settings, indent=2) + "\n").encode())
+        if self._writer is not None:
+            self._board = self._writer(self.path("tensorboard"), purge_step=(epochs or 0) + 1)
 
-    def after_epoch(self, row, model):
-        """Adds an epoch's row to results.csv, redraws the curves, and keeps the model's weights unless it is None."""
-        if model is not None:
-            state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-            replace_file(self.path("model.dat"), lambda file: torch.save(state, file))
-        self._add_row(row)
+    def _lock(self):
+        """Makes sure that no other run writes here, until this process ends."""
+        if fcntl is None or os.path.abspath(self.folder) in _locks:
+            return
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(folder)
+            raise UsageError(f"--save {self.folder}: another run is writing there") from None
+        _locks[os.path.abspath(self.folder)] = folder
 
-    def finish(self, test_error):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        """Lets others have the folder."""
+        if self._board is not None:
+            self._board.close()
+        folder = _locks.pop(os.path.abspath(self.folder), None)
+        if folder is not None:
+            os.close(folder)
+
+    def after_epoch(self, rows, state_dict):
+        """Writes the epochs' rows to results.csv, redraws the curves, and keeps the weights unless they are None."""
+        if state_dict is not None:
+            self.save("model.dat", {name: tensor.cpu() for name, tensor in state_dict.items()})
+        self._write(rows)
+
+    def finish(self, rows, test_error):
         """Adds the test error of model.dat, in a row of its own."""
-        self._add_row({"test_error": test_error})
+        self._write([*rows, {"test_error": test_error}])
+
+    def save(self, name, content):
+        """Writes what ``torch.load(..., weights_only=True)`` reads."""
+        replace_file(self.path(name), lambda file: torch.save(content, file))
 
     def load_model(self, model):
         """Loads model.dat."""
         model.load_state_dict(torch.load(self.path("model.dat"), map_location="cpu", weights_only=True))
 
-    def _add_row(self, row):
-        self.rows.append(row)
+    def _write(self, rows):
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows)
+        writer.writerows(rows)
         replace_file(self.path("results.csv"), text.getvalue().encode())
-        self.draw_curves()
+        self.draw_curves(rows)
+        if self._board is not None:
+            for name, value in rows[-1].items():
+                if value is not None and name != "epoch":
+                    part, _, kind = name.partition("_")
+                    self._board.add_scalar(f"{kind}/{part}" if kind in ("loss", "error") else name, value, len(rows))
+            self._board.flush()
 
-    def draw_curves(self):
+    def draw_curves(self, rows):
         """Draws losses and errors over the epochs into curves.png."""
-        figure = Figure(figsize=(10, 4), layout="constrained")
+        figure = Figure(figsize=(10, 4))
+        figure.subplots_adjust(left=0.07, right=0.98, bottom=0.13, top=0.96)
         for axes, kind in zip(figure.subplots(1, 2), ("loss", "error")):
             for part in ("train", "valid"):
-                points = [(row["epoch"], row[f"{part}_{kind}"]) for row in self.rows if row.get(f"{part}_{kind}") is not None]
+                points = [(row["epoch"], row[f"{part}_{kind}"]) for row in rows if row.get(f"{part}_{kind}") is not None]
                 if points:
                     axes.plot(*zip(*points), label=part, marker="." if len(points) < 30 else None)
-            tested = [row["test_error"] for row in self.rows if row.get("test_error") is not None]
+            tested = [row["test_error"] for row in rows if row.get("test_error") is not None]
             if kind == "error" and tested:
                 axes.axhline(tested[-1], label="test (model.dat)", color="black", linestyle="--", linewidth=1)
             axes.set(xlabel="epoch", ylabel=kind)
@@ -121,6 +190,15 @@ class Results:
             axes.grid(alpha=0.3)
             axes.legend()
         replace_file(self.path("curves.png"), lambda file: figure.savefig(file, format="png", dpi=100))
+
+
+def _summary_writer():
+    """TensorBoard's writer."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError(f"--tensorboard True: {error}; pip install tensorboard") from None
+    return SummaryWriter
 
 
 def _new_folder():
@@ -132,16 +210,16 @@ def _new_folder():
     return name if taken == 1 else f"{name}-{taken}"
 
 
-def settings_of(config, world, facts, **found):
-    """What config.json says: the flags, with what was chosen where they left it open, and what the run depends on."""
-    settings = dataclasses.asdict(config) | found
+def settings_of(config, world, facts):
+    """What config.json says: the flags, and what else the run depends on."""
+    settings = dataclasses.asdict(config)
     settings["versions"] = {
         "efficient_densenet": efficient_densenet.__version__,
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
         "python": platform.python_version(),
     }
-    return settings | {"dataset": facts["name"], "images": facts, "world_size": world.size}
+    return settings | {"dataset": facts["name"], "images": facts, "world_size": world.size, "gpus": world.gpus, "launcher": launcher()}
 
 
 class PeakMemory:
@@ -183,31 +261,76 @@ class PeakMemory:
 
 
 class Bar:
-    """The progress bar of an epoch, in images; a hidden one does nothing.
+    """Progress through an epoch, as a context manager: a bar on a terminal, else a line every now and then.
 
     The loss and the error come from the device, which has to finish its work before it can tell them; so they are asked
-    for at most once in :attr:`SECONDS`.
+    for seldom.
+
+    Args:
+        title: What it stands before.
+        images: Images of the epoch.
+        done: How many of them an earlier run has seen.
+        visible: Whether there is a bar; None where a terminal decides.
+        say: Prints a line.
+
+    Attributes:
+        images_per_s: Training speed, when the epoch is over.
     """
 
-    SECONDS = 1.0
+    REFRESH, REMIND = 1.0, 60.0  # seconds
 
-    def __init__(self, title, images, done, visible):
+    def __init__(self, title, images, done, visible, say):
+        visible = sys.stderr.isatty() if visible is None else visible
         self._bar = tqdm(
             total=images, initial=done, desc=title, unit=" images", leave=False, dynamic_ncols=True, disable=not visible
         )
-        self._next = time.monotonic() + self.SECONDS / 4
+        self._title, self._images, self._first, self._done, self._say = title, images, done, done, say
+        self._began = time.monotonic()
+        self._next = self._began + (self.REFRESH if visible else self.REMIND)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.images_per_s = self._rate()
+        self._bar.close()
+
+    def _rate(self):
+        return (self._done - self._first) / max(time.monotonic() - self._began, 1e-9)
 
     def advance(self, images, totals):
         """Counts images of all ranks; ``totals`` are this rank's so far."""
+        self._done += images
         self._bar.update(images)
-        if not self._bar.disable and time.monotonic() >= self._next:
-            loss, error = totals.means()
-            self._bar.set_postfix_str(f"loss {loss:.3f}, error {error:.3f}")
-            self._next = time.monotonic() + self.SECONDS
+        if time.monotonic() < self._next:
+            return
+        loss, error = totals.means()
+        now = f"loss {loss:.4f}, error {error:.4f}"
+        if self._bar.disable:
+            left = duration((self._images - self._done) / self._rate())
+            self._say(f"{self._title}: {self._done:,} of {self._images:,} images, {now}, {self._rate():.0f} images/s, {left} left")
+            self._next = time.monotonic() + self.REMIND
+        else:
+            self._bar.set_postfix_str(now)
+            self._next = time.monotonic() + self.REFRESH
 
-    def close(self):
-        """Takes the bar off the terminal."""
-        self._bar.close()
+
+class Clock:
+    """Foretells the end of a run from the epochs that it has seen."""
+
+    def __init__(self):
+        self._began, self._epochs = time.monotonic(), 0
+
+    def left(self, epochs):
+        """The time that so many more epochs will take; an epoch has just ended."""
+        self._epochs += 1
+        return (time.monotonic() - self._began) / self._epochs * epochs
+
+
+def duration(seconds):
+    """Hours, minutes and seconds: ``1:02:05``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 def epoch_line(row, n_epochs, peaks, seconds_left):
@@ -225,6 +348,5 @@ def epoch_line(row, n_epochs, peaks, seconds_left):
     memory = " + ".join(f"{peak:.0f}" for peak in peaks)
     parts += [f"lr {row['lr']:.4g}", f"{row['images_per_s']:.0f} images/s", f"peak {memory} MiB"]
     if row["epoch"] < n_epochs:
-        hours, minutes, seconds = int(seconds_left) // 3600, int(seconds_left) // 60 % 60, int(seconds_left) % 60
-        parts.append(f"{hours}:{minutes:02}:{seconds:02} left")
+        parts.append(f"{duration(seconds_left)} left")
     return f"epoch {row['epoch']}/{n_epochs}: " + ", ".join(parts)

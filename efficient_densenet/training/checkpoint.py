@@ -1,0 +1,246 @@
+"""All that a run is at one moment, written so that it goes on from there bit by bit; and weights from anywhere."""
+
+import contextlib
+import dataclasses
+import glob
+import json
+import math
+import os
+import re
+
+import torch
+from torch import nn
+
+from . import distributed
+from .config import Config, RunError, UsageError
+from .engine import Totals
+
+# What a run that is resumed need not repeat: its length, and what only shows it or loads for it. And what says where.
+_FREE = {"n_epochs", "num_workers", "progress", "tensorboard"}
+_PLACE = {"save", "overwrite", "resume", "evaluate"}
+_MACHINE = {"device", "parallel", "num_workers"}  # a model is tested elsewhere than it was trained
+
+
+@dataclasses.dataclass
+class State:
+    """A run between two steps.
+
+    Attributes:
+        model, optimizer, scheduler, scaler, ema: What is trained, and what trains it; ``ema`` may be None.
+        epoch, step: Epochs that are over, and optimizer steps of the one that is not.
+        totals: This rank's sums over those steps.
+        best_error: The least validation error of all epochs.
+        rows: The epochs' rows of results.csv.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
+    ema: nn.Module | None
+    totals: Totals
+    epoch: int = 0
+    step: int = 0
+    best_error: float = math.inf
+    rows: list = dataclasses.field(default_factory=list)
+
+    def parts(self):
+        """The objects with a state dict of their own, by name."""
+        names = ("model", "optimizer", "scheduler", "scaler", "ema")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def check_finite(self, folder):
+        """Raises a :class:`RunError` if a loss of this epoch, a weight or a statistic is not a number; waits for the device."""
+        tensors = [self.totals.sums, *self.model.parameters(), *(b for b in self.model.buffers() if b.is_floating_point())]
+        if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
+            last = os.path.join(folder, "checkpoint.pt")
+            good = f"{last} is from before" if os.path.exists(last) else "there is no checkpoint yet"
+            where = f"in epoch {self.epoch + 1}, by step {self.step}"
+            raise RunError(f"the loss or a weight is not finite {where}; {good}. A lower --lr or --clip_grad may help")
+
+    def improves(self, valid_error):
+        """Whether these are the best weights so far, or the last where there is no validation; remembers the error."""
+        if valid_error is None:
+            return True
+        better = valid_error < self.best_error
+        self.best_error = min(valid_error, self.best_error)
+        return better
+
+    def next_epoch(self, row):
+        """Ends an epoch, which left a row of results.csv."""
+        self.scheduler.step()
+        self.rows.append(row)
+        self.epoch, self.step = self.epoch + 1, 0
+        self.totals.sums.zero_()
+
+    def capture(self, world):
+        """The state of all ranks, as a dictionary of plain objects and tensors; every rank calls this.
+
+        What differs between ranks is kept for each of them: their random numbers, sums, and BatchNorm statistics, which
+        are put together only between epochs.
+        """
+        mine = {"totals": self.totals.sums.cpu(), "random": torch.get_rng_state()}
+        if world.device.type == "cuda":
+            mine["random_cuda"] = [torch.cuda.get_rng_state(device) for device in world.devices]
+        if world.size > 1:
+            mine["buffers"] = [[buffer.cpu() for buffer in module.buffers()] for module in self._with_buffers()]
+        ranks = world.gather(mine)
+        return {
+            **{name: part.state_dict() for name, part in self.parts().items()},
+            **{name: getattr(self, name) for name in ("epoch", "step", "best_error", "rows")},
+            "ranks": ranks,
+        }
+
+    def restore(self, saved, world):
+        """Takes over what :meth:`capture` gave."""
+        for name, part in self.parts().items():
+            part.load_state_dict(saved[name])
+        for name in ("epoch", "step", "best_error", "rows"):
+            setattr(self, name, saved[name])
+        mine = saved["ranks"][world.rank]
+        self.totals.sums.copy_(mine["totals"])
+        if world.size > 1:
+            with torch.no_grad():
+                for module, values in zip(self._with_buffers(), mine["buffers"]):
+                    for buffer, value in zip(module.buffers(), values):
+                        buffer.copy_(value)
+        torch.set_rng_state(mine["random"])
+        for device, random in zip(world.devices, mine.get("random_cuda", ())):
+            torch.cuda.set_rng_state(random, device)
+
+    def _with_buffers(self):
+        return [self.model] if self.ema is None else [self.model, self.ema.module]
+
+
+def check(saved, settings):
+    """Raises a :class:`UsageError` unless a run with these settings can go on from the saved state."""
+    before = saved["settings"]
+    settings["images"]["note"] = before["images"]["note"]  # why these data were chosen, which is not asked again
+    for name, what in (("world_size", "processes"), ("gpus", "GPUs per process"), ("images", "images")):
+        if before[name] != settings[name]:
+            raise UsageError(f"--resume: the run had other {what} ({before[name]}) than there are now ({settings[name]})")
+    if saved["epoch"] > settings["n_epochs"]:
+        raise UsageError(f"--n_epochs {settings['n_epochs']}: the run in {settings['save']} is at {saved['epoch']} already")
+
+
+def recall(config, given):
+    """The flags of a run that is resumed or evaluated: as they were, where the command line does not say them again.
+
+    A restart by torchrun (``--max-restarts``) is known by the launcher that config.json names.
+
+    Args:
+        config: The flags.
+        given: The names of those that were typed.
+
+    Returns:
+        The flags to go by. Where ``resume`` is on, it is True, and ``save`` is the run's folder.
+
+    Raises:
+        UsageError: A typed flag contradicts the run.
+    """
+    if config.evaluate is not None:
+        if config.resume is not False:
+            raise UsageError("--evaluate does not go with --resume: it trains nothing")
+        path = config.evaluate
+        settings = _settings(path if os.path.isdir(path) else os.path.dirname(path))
+        settings = {name: value for name, value in settings.items() if name not in _MACHINE}
+    else:
+        if config.resume is False:
+            folder = _restarted(config.save)
+            if folder is None:
+                return config
+        elif config.resume is True:
+            if config.save is None:
+                raise UsageError("--resume True: which run? add --save FOLDER, or give the folder to --resume")
+            folder = config.save
+        else:
+            folder = os.path.dirname(config.resume) if config.resume.endswith(".pt") else config.resume
+            folder = folder or "."
+            if config.save is not None and os.path.abspath(config.save) != os.path.abspath(folder):
+                raise UsageError(f"--resume {config.resume}: goes on in {folder}, not in --save {config.save}")
+        config = dataclasses.replace(config, save=folder, resume=True)
+        settings = _settings(folder)
+
+    for name in set(settings) & set(Config.__dataclass_fields__) - _PLACE:
+        mine, theirs = getattr(config, name), settings[name]
+        if name not in given:
+            config = dataclasses.replace(config, **{name: theirs})
+        elif config.resume and name not in _FREE and mine not in (theirs, "auto"):
+            raise UsageError(f"--{name} {mine}: the run in {config.save} has {theirs}, and it goes on as it was")
+    return config
+
+
+def _settings(folder):
+    """The settings of the run in a folder; none where there is none."""
+    try:
+        with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+            return json.load(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return (read(os.path.join(folder, "checkpoint.pt")) or {}).get("settings", {})
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {os.path.join(folder, 'config.json')}: {error}") from None
+
+
+def _restarted(folder):
+    """The folder of the run that this launcher started before, or None."""
+    launcher = distributed.launcher()
+    folders = [folder] if folder is not None else sorted(glob.glob("./results/*/"), reverse=True)
+    for folder in folders if launcher else ():
+        with contextlib.suppress(UsageError):
+            if _settings(folder).get("launcher") == launcher:
+                return folder.rstrip("/")
+    return None
+
+
+def read(path):
+    """A file of tensors and plain objects, on the CPU; None where there is no such file.
+
+    Raises:
+        UsageError: There is one, but not of ours.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except Exception as error:  # torch has no common type for what a damaged file makes it raise
+        raise UsageError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from None
+
+
+def load_weights(model, path):
+    """Loads weights from a run's folder, its model.dat or checkpoint.pt, or a state dict that others wrote.
+
+    Prefixes of wrappers (``module.``, ``_orig_mod.``), a state dict inside a training checkpoint, and the names of
+    torchvision's first DenseNets (``norm.1``, ``conv.2``) are understood. A checkpoint's averaged weights come first.
+
+    Raises:
+        UsageError: There is no such file, or keys or shapes that do not fit, which are listed.
+    """
+    file = os.path.join(path, "model.dat") if os.path.isdir(path) else path
+    content = read(file)
+    if content is None:
+        raise UsageError(f"--evaluate {path}: there is no file {file}")
+    for name in ("ema", "model_ema", "state_dict_ema", "model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(name), dict):
+            content = content[name]
+            break
+    tensors = {key: value for key, value in content.items() if torch.is_tensor(value)} if isinstance(content, dict) else {}
+    state = {_plain_key(key): value for key, value in tensors.items() if key != "n_averaged"}
+    expected = model.state_dict()
+    wrong = [f"missing {key}" for key in expected if key not in state]
+    wrong += [f"unexpected {key}" for key in state if key not in expected]
+    wrong += [
+        f"{key} has shape {tuple(state[key].shape)} instead of {tuple(value.shape)}"
+        for key, value in expected.items()
+        if key in state and state[key].shape != value.shape
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise UsageError(f"--evaluate {path}: does not fit this model: {', '.join(wrong[:5])}{more}")
+    model.load_state_dict(state)
+
+
+def _plain_key(key):
+    """A key as this library has it."""
+    while key.startswith(("module.", "_orig_mod.")):
+        key = key.partition(".")[2]
+    return re.sub(r"(\.denselayer\d+\.(?:norm|conv))\.(\d\.)", r"\1\2", key)
