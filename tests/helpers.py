@@ -22,7 +22,7 @@ MODES = tuple(mode for mode in models.MODES if mode not in ("naive", "auto"))
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-TOY = {"growth_rate": 4, "block_config": (2, 2, 2), "num_init_features": 8, "num_classes": 5}
+TOY = {"growth_rate": 4, "block_config": (2, 2), "num_init_features": 8, "num_classes": 5}
 
 
 def toy(mode: str = "naive", *, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides) -> DenseNet:
@@ -40,8 +40,8 @@ def toy(mode: str = "naive", *, dtype: torch.dtype = torch.float64, seed: int = 
 
 
 def images(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
-    """Normal images; ``(4, 3, 16, 16)`` unless said."""
-    return torch.randn(shape or (4, 3, 16, 16), dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    """Normal images; ``(4, 3, 8, 8)`` unless said."""
+    return torch.randn(shape or (4, 3, 8, 8), dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def twin(model: nn.Module, mode: str) -> nn.Module:

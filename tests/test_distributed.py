@@ -40,7 +40,7 @@ CASES = [
 
 
 def build(variant: str, mode: str) -> nn.Module:
-    model = toy(mode, block_config=(2, 2))
+    model = toy(mode)
     VARIANTS[variant](model)
     return model
 
