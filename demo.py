@@ -71,7 +71,9 @@ def prepare(config, world, say):
         model = model.to(memory_format=torch.channels_last)
     if min(facts["image_size"]) < model.min_size:
         size = "x".join(map(str, facts["image_size"]))
-        raise UsageError(f"--image_size: images of {size} pixels are too small, this model takes {model.min_size} and more")
+        raise UsageError(
+            f"--image_size: images of {size} pixels are too small, this model takes {model.min_size} and more"
+        )
     say(f"data: {facts['name']}" + (f" (CIFAR-10: {facts['note']})" if facts["note"] else ""))
     say("{train_images:,} training, {valid_images:,} validation, {test_images:,} test images".format(**facts))
     say(describe(model, config))
@@ -94,7 +96,8 @@ def train(config, world, say):
     sampler = data.TrainSampler(len(images.train), world, config.seed, config.max_steps and config.max_steps * per_step)
     train_batches = data.batches(images.train, sampler, config, world)
     valid_batches, test_batches = (
-        part and data.batches(part, data.EvalSampler(len(part), world), config, world) for part in (images.valid, images.test)
+        part and data.batches(part, data.EvalSampler(len(part), world), config, world)
+        for part in (images.valid, images.test)
     )
     optimizer = torch.optim.SGD(
         model.parameters(),

@@ -155,7 +155,19 @@ def test_an_unreadable_image_ends_the_run_with_its_name(run):
             for i in range(4):
                 Image.new("RGB", (32, 32)).save(f"images/{part}/{name}/{i}.png")
     Path("images/train/b/2.png").write_bytes(b"no image")
-    flags = [*SMALL, "--dataset", "imagefolder", "--data", "images", "--n_epochs", 1, "--save", "out", "--num_workers", 1]
+    flags = [
+        *SMALL,
+        "--dataset",
+        "imagefolder",
+        "--data",
+        "images",
+        "--n_epochs",
+        1,
+        "--save",
+        "out",
+        "--num_workers",
+        1,
+    ]
     code, _, err = run(*flags)
     assert code == 1 and err.count("\n") == 1
     assert err.startswith("demo.py: error: cannot read the image images/train/b/2.png: ")
@@ -163,7 +175,9 @@ def test_an_unreadable_image_ends_the_run_with_its_name(run):
 
 def test_efficient_modes_come_from_the_library(run):
     for mode in efficient_densenet.models.MODES:
-        code, out, _ = run(*SMALL, "--n_epochs", 1, "--max_steps", 1, "--valid_size", 0, "--save", mode, "--efficient", mode)
+        code, out, _ = run(
+            *SMALL, "--n_epochs", 1, "--max_steps", 1, "--valid_size", 0, "--save", mode, "--efficient", mode
+        )
         assert code == 0 and f"efficient={mode}, " in out
 
 
@@ -182,7 +196,10 @@ def test_an_imagenet_shape(run):
         ("--amp bf16", "lr 0.1"),
         ("--amp fp16 --clip_grad 1", "lr 0.1"),
         ("--channels_last False --label_smoothing 0.1", "lr 0.1"),
-        ("--accumulation_steps 3", "1 CPU x 16 x 3 accumulation steps = 48 images per step, lr 0.3 after 5 warm-up epochs"),
+        (
+            "--accumulation_steps 3",
+            "1 CPU x 16 x 3 accumulation steps = 48 images per step, lr 0.3 after 5 warm-up epochs",
+        ),
         ("--accumulation_steps 4 --lr_scaling sqrt --warmup_epochs 0", "= 64 images per step, lr 0.2"),
         ("--ema_decay 0.9", "lr 0.1"),
         ("--schedule cosine --tensorboard True", "lr 0.1"),
@@ -270,6 +287,7 @@ def _killed_after(steps, *flags):
 
 def forked(function, *arguments):
     """Runs a function in a child process; gives the exit code, negative for a signal."""
+
     def child():
         torch.set_num_threads(1)
         sys.exit(function(*arguments))
@@ -477,7 +495,12 @@ runpy.run_path(DEMO, run_name="__main__")
 """
     (tmp_path / "faulty.py").write_text(fault.replace("DEMO", repr(str(DEMO))))
     done = subprocess.run(
-        [*command, "faulty.py", *map(str, flags)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
+        [*command, "faulty.py", *map(str, flags)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 CPU processes x 16 = 32 images per step, lr 0.2 after 5 warm-up epochs") == 2

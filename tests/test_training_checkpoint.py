@@ -1,5 +1,7 @@
 """Weights from anywhere, and the state that a run is resumed from; whole runs are resumed in test_demo.py."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -24,8 +26,7 @@ WRITERS = {
         "ema": {"n_averaged": torch.tensor(5), **{f"module.{key}": value for key, value in state.items()}},
     },
     "first torchvision": lambda state: {
-        key.replace(".norm1.", ".norm.1.").replace(".norm2.", ".norm.2.").replace(".conv1.", ".conv.1.").replace(".conv2.", ".conv.2."): value
-        for key, value in state.items()
+        re.sub(r"\.(norm|conv)([12])\.", r".\1.\2.", key): value for key, value in state.items()
     },
 }  # fmt: skip
 
@@ -50,7 +51,11 @@ def test_what_does_not_fit_is_listed(tmp_path):
     before = model.classifier.weight.clone()
     with pytest.raises(UsageError) as caught:
         checkpoint.load_weights(model, str(tmp_path / "weights.pt"))
-    for words in ("missing classifier.bias", "unexpected head.weight", "classifier.weight has shape (7, 3) instead of (10, "):
+    for words in (
+        "missing classifier.bias",
+        "unexpected head.weight",
+        "classifier.weight has shape (7, 3) instead of (10, ",
+    ):
         assert words in str(caught.value)
     assert torch.equal(model.classifier.weight, before)
     (tmp_path / "weights.pt").write_bytes(b"no weights")

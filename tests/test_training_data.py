@@ -40,7 +40,9 @@ def folders(tmp_path):
 
 def cifar(folder, monkeypatch, images=20):
     """A CIFAR-10 of noise in the published file format; torchvision's checksums are of other images."""
-    monkeypatch.setattr(datasets.CIFAR10, "_check_integrity", lambda self: os.path.isdir(f"{self.root}/{self.base_folder}"))
+    monkeypatch.setattr(
+        datasets.CIFAR10, "_check_integrity", lambda self: os.path.isdir(f"{self.root}/{self.base_folder}")
+    )
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: True)
     (folder / "cifar-10-batches-py").mkdir(parents=True)
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
@@ -211,7 +213,9 @@ def test_augmentation_depends_on_its_seed_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("name, mirrored", [("cifar10", True), ("svhn", False), ("digits", False), ("imagefolder", True)])
+@pytest.mark.parametrize(
+    "name, mirrored", [("cifar10", True), ("svhn", False), ("digits", False), ("imagefolder", True)]
+)
 def test_images_are_mirrored_where_that_keeps_their_class(name, mirrored):
     augment, prepare = data._transforms(None, (32, 32), (0.5,) * 3, (0.5,) * 3, data._FACTS[name][2])
     left = Image.new("RGB", (32, 32))
@@ -232,7 +236,9 @@ def test_images_are_mirrored_where_that_keeps_their_class(name, mirrored):
 def test_evaluation_counts_every_image_once(size, ranks):
     shares = [list(data.EvalSampler(size, World(rank=rank, size=ranks))) for rank in range(ranks)]
     assert sorted(sum(shares, [])) == list(range(size))
-    assert [len(data.EvalSampler(size, World(rank=rank, size=ranks))) for rank in range(ranks)] == list(map(len, shares))
+    assert [len(data.EvalSampler(size, World(rank=rank, size=ranks))) for rank in range(ranks)] == list(
+        map(len, shares)
+    )
 
 
 @pytest.mark.parametrize("size, ranks", [(10, 1), (10, 3), (9, 3)])

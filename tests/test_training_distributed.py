@@ -113,9 +113,15 @@ def _together():
         seen["values"] = world.gather(world.rank * 10)
         seen["main"] = world.on_main(lambda: f"from {world.rank}")
         turns = []
-        world.together((world.rank == 0, lambda: turns.append("first")), (world.rank != 0, lambda: turns.append("second")))
+        world.together(
+            (world.rank == 0, lambda: turns.append("first")), (world.rank != 0, lambda: turns.append("second"))
+        )
         seen["turns"] = world.gather(turns)
-        for name, error in (("usage", UsageError("--data x: not there")), ("run", RunError("disk\nfull")), ("bug", KeyError("k"))):
+        for name, error in (
+            ("usage", UsageError("--data x: not there")),
+            ("run", RunError("disk\nfull")),
+            ("bug", KeyError("k")),
+        ):
 
             def fails():
                 raise error

@@ -30,7 +30,9 @@ def ours(n_epochs, ranks=1, **flags):
     return rates(lambda optimizer: engine.scheduler(optimizer, config, World(size=ranks)), n_epochs)
 
 
-@pytest.mark.parametrize("n_epochs, milestones", [(300, [150, 225]), (40, [20, 30]), (4, [2, 3]), (10, [5, 8]), (3, [2])])
+@pytest.mark.parametrize(
+    "n_epochs, milestones", [(300, [150, 225]), (40, [20, 30]), (4, [2, 3]), (10, [5, 8]), (3, [2])]
+)
 def test_multistep_is_torchs(n_epochs, milestones):
     expected = rates(lambda optimizer: MultiStepLR(optimizer, milestones), n_epochs)
     assert ours(n_epochs) == pytest.approx(expected)
@@ -94,7 +96,8 @@ class Batches(list):
 def images(*sizes):
     generator = torch.Generator().manual_seed(1)
     return Batches(
-        (torch.randn(size, 2, 2, 2, generator=generator), torch.randint(3, (size,), generator=generator)) for size in sizes
+        (torch.randn(size, 2, 2, 2, generator=generator), torch.randint(3, (size,), generator=generator))
+        for size in sizes
     )
 
 
@@ -149,9 +152,7 @@ def test_accumulated_batches_are_one_batch_also_where_the_last_group_is_short():
     assert counts == [12, 6] and state.step == 2
     assert_same(model, reference, rtol=1e-5, atol=1e-6)
     assert engine.step_lr(config, World()) == pytest.approx(0.3)
-    assert engine.describe_step(config, World()) == (
-        "1 CPU x 4 x 3 accumulation steps = 12 images per step, lr 0.3"
-    )
+    assert engine.describe_step(config, World()) == ("1 CPU x 4 x 3 accumulation steps = 12 images per step, lr 0.3")
 
 
 def test_accumulation_exchanges_gradients_once_per_step():

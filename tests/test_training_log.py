@@ -149,9 +149,7 @@ def test_peak_memory_where_it_cannot_be_reset(monkeypatch):
 
 def test_the_line_of_an_epoch():
     line = log.epoch_line(row(3, valid_loss=None, valid_error=None, lr=0.01), 10, [100.4, 200.6], 3725.0)
-    assert line == (
-        "epoch 3/10: train loss 3.0000 error 3.0000, lr 0.01, 3 images/s, peak 100 + 201 MiB, 1:02:05 left"
-    )
+    assert line == ("epoch 3/10: train loss 3.0000 error 3.0000, lr 0.01, 3 images/s, peak 100 + 201 MiB, 1:02:05 left")
     assert "left" not in log.epoch_line(row(10), 10, [1.0], 0.0)
     assert "valid loss 10.0000 error 10.0000" in log.epoch_line(row(10), 10, [1.0], 0.0)
 
@@ -183,7 +181,9 @@ def test_without_a_terminal_a_long_epoch_shows_itself_in_lines(capsys):
         bar.advance(500, totals)
         bar.advance(500, totals)
     assert len(lines) == totals.asked == 1 and capsys.readouterr().err == ""
-    assert lines[0].startswith("epoch 1/1: 1,500 of 2,000 images, loss 1.2500, error 0.5000, ") and lines[0].endswith(" left")
+    assert lines[0].startswith("epoch 1/1: 1,500 of 2,000 images, loss 1.2500, error 0.5000, ") and lines[0].endswith(
+        " left"
+    )
 
 
 def test_what_is_left_is_foretold_from_the_epochs_so_far(monkeypatch):

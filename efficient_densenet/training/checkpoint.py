@@ -51,7 +51,11 @@ class State:
 
     def check_finite(self, folder):
         """Raises a :class:`RunError` if a loss of this epoch, a weight or a statistic is not a number; waits for the device."""
-        tensors = [self.totals.sums, *self.model.parameters(), *(b for b in self.model.buffers() if b.is_floating_point())]
+        tensors = [
+            self.totals.sums,
+            *self.model.parameters(),
+            *(b for b in self.model.buffers() if b.is_floating_point()),
+        ]
         if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
             last = os.path.join(folder, "checkpoint.pt")
             good = f"{last} is from before" if os.path.exists(last) else "there is no checkpoint yet"
@@ -118,9 +122,13 @@ def check(saved, settings):
     settings["images"]["note"] = before["images"]["note"]  # why these data were chosen, which is not asked again
     for name, what in (("world_size", "processes"), ("gpus", "GPUs per process"), ("images", "images")):
         if before[name] != settings[name]:
-            raise UsageError(f"--resume: the run had other {what} ({before[name]}) than there are now ({settings[name]})")
+            raise UsageError(
+                f"--resume: the run had other {what} ({before[name]}) than there are now ({settings[name]})"
+            )
     if saved["epoch"] > settings["n_epochs"]:
-        raise UsageError(f"--n_epochs {settings['n_epochs']}: the run in {settings['save']} is at {saved['epoch']} already")
+        raise UsageError(
+            f"--n_epochs {settings['n_epochs']}: the run in {settings['save']} is at {saved['epoch']} already"
+        )
 
 
 def recall(config, given):
@@ -223,7 +231,9 @@ def load_weights(model, path):
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
             break
-    tensors = {key: value for key, value in content.items() if torch.is_tensor(value)} if isinstance(content, dict) else {}
+    tensors = (
+        {key: value for key, value in content.items() if torch.is_tensor(value)} if isinstance(content, dict) else {}
+    )
     state = {_plain_key(key): value for key, value in tensors.items() if key != "n_averaged"}
     expected = model.state_dict()
     wrong = [f"missing {key}" for key in expected if key not in state]

@@ -98,9 +98,7 @@ class Config:
     growth_rate: int = _flag(12, at_least=1)
     compression: float = _flag(0.5, above=0, at_most=1)
     drop_rate: float = _flag(0.0, at_least=0, below=1)
-    model: str | None = _flag(
-        None, choices=("densenet121", "densenet161", "densenet169", "densenet201", "densenet264")
-    )
+    model: str | None = _flag(None, choices=("densenet121", "densenet161", "densenet169", "densenet201", "densenet264"))
     n_epochs: int = _flag(300, at_least=1)
     batch_size: int = _flag(64, at_least=1)
     lr: float = _flag(0.1, above=0)

@@ -146,7 +146,9 @@ def load(config, world, seed):
 
     held_out = min(5000, len(train) // 10) if config.valid_size is None else config.valid_size
     if held_out >= len(train):
-        raise UsageError(f"--valid_size {held_out}: {name} has {len(train)} training images, some must remain to train on")
+        raise UsageError(
+            f"--valid_size {held_out}: {name} has {len(train)} training images, some must remain to train on"
+        )
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
     mean, std, flip = _FACTS[name]
     width, height = world.on_main(lambda: train[0][0].size) if config.image_size is None else (config.image_size,) * 2
@@ -211,7 +213,9 @@ def explained(error):
         return RunError(f"another process of the run has ended: {line}")
     if isinstance(error, torch.cuda.OutOfMemoryError):
         reason = line.partition(". ")[0]
-        return RunError(f"{reason}. A smaller --batch_size (with --accumulation_steps), or --efficient True, takes less")
+        return RunError(
+            f"{reason}. A smaller --batch_size (with --accumulation_steps), or --efficient True, takes less"
+        )
     return None
 
 

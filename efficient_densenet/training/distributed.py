@@ -208,7 +208,10 @@ class Signals:
 
 def speaks_for(error):
     """Whether this process shows an error: the first one on a machine where all have it, else the one that has it."""
-    return not (isinstance(error, UsageError) or getattr(error, "shared", False)) or os.environ.get("LOCAL_RANK", "0") == "0"
+    return (
+        not (isinstance(error, UsageError) or getattr(error, "shared", False))
+        or os.environ.get("LOCAL_RANK", "0") == "0"
+    )
 
 
 @contextlib.contextmanager

@@ -55,7 +55,9 @@ def describe_step(config, world):
     images = world.replicas * config.batch_size * config.accumulation_steps
     warmup = warmup_epochs(config, world)
     reached = f" after {warmup} warm-up epochs" if warmup else ""
-    return f"{world} x {config.batch_size}{accumulated} = {images} images per step, lr {step_lr(config, world):g}{reached}"
+    return (
+        f"{world} x {config.batch_size}{accumulated} = {images} images per step, lr {step_lr(config, world):g}{reached}"
+    )
 
 
 def scheduler(optimizer, config, world):

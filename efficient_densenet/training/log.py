@@ -105,7 +105,7 @@ class Results:
         return os.path.join(self.folder, name)
 
     def begin(self, settings, epochs=None):
-        """Makes the folder and writes config.json; clears what an earlier run left, unless its ``epochs`` are continued."""
+        """Makes the folder, writes config.json, and clears what an earlier run left unless its ``epochs`` go on."""
         with _explained(f"cannot write to {self.folder}"):
             os.makedirs(self.folder, exist_ok=True)
             self._lock()
@@ -179,7 +179,9 @@ class Results:
         figure.subplots_adjust(left=0.07, right=0.98, bottom=0.13, top=0.96)
         for axes, kind in zip(figure.subplots(1, 2), ("loss", "error")):
             for part in ("train", "valid"):
-                points = [(row["epoch"], row[f"{part}_{kind}"]) for row in rows if row.get(f"{part}_{kind}") is not None]
+                points = [
+                    (row["epoch"], row[f"{part}_{kind}"]) for row in rows if row.get(f"{part}_{kind}") is not None
+                ]
                 if points:
                     axes.plot(*zip(*points), label=part, marker="." if len(points) < 30 else None)
             tested = [row["test_error"] for row in rows if row.get("test_error") is not None]
@@ -219,7 +221,13 @@ def settings_of(config, world, facts):
         "torchvision": str(torchvision.__version__),
         "python": platform.python_version(),
     }
-    return settings | {"dataset": facts["name"], "images": facts, "world_size": world.size, "gpus": world.gpus, "launcher": launcher()}
+    return settings | {
+        "dataset": facts["name"],
+        "images": facts,
+        "world_size": world.size,
+        "gpus": world.gpus,
+        "launcher": launcher(),
+    }
 
 
 class PeakMemory:
@@ -308,7 +316,8 @@ class Bar:
         now = f"loss {loss:.4f}, error {error:.4f}"
         if self._bar.disable:
             left = duration((self._images - self._done) / self._rate())
-            self._say(f"{self._title}: {self._done:,} of {self._images:,} images, {now}, {self._rate():.0f} images/s, {left} left")
+            speed = f"{self._rate():.0f} images/s"
+            self._say(f"{self._title}: {self._done:,} of {self._images:,} images, {now}, {speed}, {left} left")
             self._next = time.monotonic() + self.REMIND
         else:
             self._bar.set_postfix_str(now)
