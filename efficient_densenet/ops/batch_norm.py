@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .storage import as_rows, channels_last_empty
-from .tiles import tile_rows
+from .tiles import parts, tile_rows
 
 masked_gradient = torch.ops.aten.threshold_backward.grad_input  # (dz, z, 0, grad_input=out): dz where z > 0, else 0
 
@@ -86,7 +86,7 @@ def batch_statistics(rows: Tensor) -> Statistics:
         ValueError: a single row, which has no variance.
     """
     moments = Moments()
-    for tile in rows.split(tile_rows(rows.shape[0], rows.shape[1] * rows.element_size(), rows.device)):
+    for tile in parts(rows, tile_rows(rows.shape[0], rows.shape[1] * rows.element_size(), rows.device)):
         moments.add(tile)
     return moments.statistics()
 
@@ -143,8 +143,13 @@ def move_running_statistics(norm: nn.Module, batch: Statistics, count: int) -> N
         if factor is None:
             factor = 1.0 / float(norm.num_batches_tracked)
     factor = 0.0 if factor is None else factor
-    norm.running_mean.mul_(1.0 - factor).add_(batch.mean, alpha=factor)
-    norm.running_var.mul_(1.0 - factor).add_(batch.var, alpha=factor * count / (count - 1))
+    norm.running_mean.lerp_(as_type(batch.mean, norm.running_mean.dtype), factor)
+    norm.running_var.lerp_(as_type(batch.var * (count / (count - 1)), norm.running_var.dtype), factor)
+
+
+def as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, at no cost where there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 class FoldedNorm:
@@ -162,8 +167,8 @@ class FoldedNorm:
     def __init__(self, gamma: Tensor | None, beta: Tensor | None, statistics: Statistics, eps: float, batch: bool):
         self.mean, self.batch = statistics.mean, batch
         self.r = (statistics.var + eps).rsqrt_()
-        self.gamma = torch.ones_like(self.r) if gamma is None else gamma.to(self.r.dtype)
-        self.beta = torch.zeros_like(self.r) if beta is None else beta.to(self.r.dtype)
+        self.gamma = torch.ones_like(self.r) if gamma is None else as_type(gamma, self.r.dtype)
+        self.beta = torch.zeros_like(self.r) if beta is None else as_type(beta, self.r.dtype)
         self.scale = self.gamma * self.r
         self.shift = torch.addcmul(self.beta, self.mean, self.scale, value=-1)
 
@@ -199,7 +204,7 @@ class _NormReLU(torch.autograd.Function):
         z = channels_last_empty(x, x.shape[1])
         rows, z_rows = as_rows(x), as_rows(z)
         step = tile_rows(z_rows.shape[0], z_rows.shape[1] * z.element_size(), x.device)
-        for x_tile, z_tile in zip(rows.split(step), z_rows.split(step), strict=True):
+        for x_tile, z_tile in zip(parts(rows, step), parts(z_rows, step), strict=True):
             norm.relu(x_tile, out=z_tile)
         ctx.save_for_backward(x, gamma, beta, mean, var, z)
         ctx.eps, ctx.batch = eps, batch
@@ -220,7 +225,7 @@ class _NormReLU(torch.autograd.Function):
         dx = channels_last_empty(x, x.shape[1])
         rows, z_rows, dz_rows, dx_rows = as_rows(x), as_rows(z), as_rows(dz), as_rows(dx)
         step = tile_rows(dx_rows.shape[0], dx_rows.shape[1] * dx.element_size(), x.device)
-        tiles = [t.split(step) for t in (rows, z_rows, dz_rows, dx_rows)]
+        tiles = [parts(t, step) for t in (rows, z_rows, dz_rows, dx_rows)]
         sum_dz, sum_dz_x = torch.zeros_like(mean), torch.zeros_like(mean)  # Σ dz and Σ dz (x - mean)
         for x_tile, z_tile, dz_tile, dx_tile in zip(*tiles, strict=True):
             masked_gradient(dz_tile, z_tile, 0, grad_input=dx_tile)

@@ -39,12 +39,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch_norm import (
-    FeatureStatistics, FoldedNorm, Moments, Statistics, check_count, masked_gradient, move_running_statistics,
+    FeatureStatistics, FoldedNorm, Moments, Statistics, as_type, check_count, masked_gradient, move_running_statistics,
     uses_batch_statistics,
 )  # fmt: skip
 from .conv3x3 import ConvBackward, accumulate_product, conv_forward, forward_weight
 from .storage import FeatureBuffer, append, as_rows, channels_last_empty
-from .tiles import Scratch, fit, tile_rows
+from .tiles import Scratch, fit, parts, tile_rows
 
 # gamma dgamma = Σ W dW - beta dbeta loses log2(|beta dbeta| / |gamma dgamma|) bits; beyond this ratio it is summed directly.
 LEAST_GAMMA_OVER_BETA = 0.02
@@ -197,7 +197,7 @@ class _Pass:
         return self.scratch.take(name, (rows, width), self.dtype)
 
     def cast(self, weight: Tensor) -> Tensor:
-        return weight.to(self.dtype)
+        return as_type(weight, self.dtype)
 
 
 def _conv1_forward(
@@ -207,7 +207,7 @@ def _conv1_forward(
     transposed = run.cast(weight).flatten(1).t().contiguous()
     step = run.step(x.shape[1])
     scratch = run.take("activations", step, x.shape[1])
-    for x_tile, b_tile in zip(x.split(step), out.split(step), strict=True):
+    for x_tile, b_tile in zip(parts(x, step), parts(out, step), strict=True):
         z = norm.relu(x_tile, out=fit(scratch, x_tile.shape[0]))
         torch.mm(z, transposed, out=b_tile)
         if moments is not None:
@@ -252,12 +252,13 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
             if keep:
                 layer_kept.random_state = _random_state(run.device)
             shape = (run.features.shape[0], k, *run.sizes)
-            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, layer.drop_rate, None)).split(step)
+            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, layer.drop_rate, None))
+            noise = parts(noise, step)
         weight = forward_weight(run.cast(p[-1]))
         scratch = run.take("activations", step, width)
         new = rows[:, channels : channels + k]
         moments = Moments()
-        for x, y, factor in zip(source.split(step), new.split(step), noise):  # noqa: B905 - noise may repeat without end
+        for x, y, factor in zip(parts(source, step), parts(new, step), noise):  # noqa: B905 - noise may repeat without end
             a = norm.relu(x, out=fit(scratch, x.shape[0]))
             conv = conv_forward(a, weight, run.sizes)
             if factor is None:
@@ -279,7 +280,7 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
         out = channels_last_empty(run.features, channels)
         out_rows = as_rows(out)
         step = run.step(channels)
-        for x, z in zip(rows.split(step), out_rows.split(step), strict=True):
+        for x, z in zip(parts(rows, step), parts(out_rows, step), strict=True):
             kept.tail.relu(x, out=z)
         return out, kept
     pooling = _Pooling(run, call.tail.pool)
@@ -290,7 +291,7 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
     out_rows = as_rows(out)
     step = run.image_step(channels)
     scratch = run.take("activations", step, channels)
-    for x, y in zip(rows.split(step), out_rows.split(pooling.pooled(step)), strict=True):
+    for x, y in zip(parts(rows, step), parts(out_rows, pooling.pooled(step)), strict=True):
         z = kept.tail.relu(x, out=fit(scratch, x.shape[0]))
         torch.mm(pooling.sums(z), weight, out=y)
     return out, kept
@@ -349,11 +350,11 @@ class _Pooling:
 class _GradientSums:
     """``dbeta`` and ``gamma dgamma`` of one BatchNorm, summed over the tiles."""
 
-    def __init__(self, run: _Pass, norm: FoldedNorm, has_weight_gradient: bool):
-        self._run, self._norm = run, norm
+    def __init__(self, norm: FoldedNorm, short_cut: bool):
+        self._norm = norm
         self.dbeta = torch.zeros_like(norm.mean)
         self._direct = None
-        if not (has_weight_gradient and _short_cut_is_accurate(run, norm)):
+        if not short_cut:
             self._direct = torch.zeros_like(norm.mean)
 
     def add(self, dz: Tensor, x: Tensor) -> None:
@@ -372,11 +373,18 @@ class _GradientSums:
         return gamma_dgamma / gamma, gamma_dgamma
 
 
-def _short_cut_is_accurate(run: _Pass, norm: FoldedNorm) -> bool:
-    # On an accelerator the question would wait for the device, and the direct sums cost it little.
+def _accurate_short_cuts(run: _Pass, norms: Sequence[FoldedNorm]) -> set[FoldedNorm]:
+    """The norms for which ``gamma dgamma`` may come from the weight's gradient; asked once, as each answer is waited for."""
+    # On an accelerator the wait would be long, and the direct sums cost it little.
     if run.device.type != "cpu" or run.dtype not in (torch.float32, torch.float64):
-        return False
-    return bool((norm.gamma.abs() > norm.beta.abs() * LEAST_GAMMA_OVER_BETA).all())
+        return set()
+    gamma, beta = torch.cat([n.gamma for n in norms]), torch.cat([n.beta for n in norms])
+    doubtful = torch.nonzero(gamma.abs() <= beta.abs() * LEAST_GAMMA_OVER_BETA).flatten()
+    if doubtful.numel() == 0:
+        return set(norms)
+    ends = torch.tensor(list(itertools.accumulate(n.gamma.shape[0] for n in norms)))
+    excluded = set(torch.bucketize(doubtful, ends, right=True).unique().tolist())
+    return {norm for i, norm in enumerate(norms) if i not in excluded}
 
 
 class _Backward:
@@ -412,6 +420,8 @@ class _Backward:
         dtype = torch.promote_types(features.dtype, torch.float32)
         self.slope = torch.zeros(total, dtype=dtype, device=features.device)
         self.level = torch.zeros_like(self.slope)
+        norms = [n for k in kept.layers for n in (k.norm1, k.norm2) if n is not None]
+        self.accurate = _accurate_short_cuts(self.run, norms if kept.tail is None else [*norms, kept.tail])
 
     def gradient(self, start: int, stop: int) -> Tensor:
         """The columns of G for these channels."""
@@ -427,7 +437,9 @@ class _Backward:
     def write_gradient(self, start: int, stop: int, step: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """For every tile, what writes the complete gradient of channels all of whose readers are done to a given place."""
         slope, level = self.slope[start:stop], self.level[start:stop]
-        for x, g in zip(self.run.rows[:, start:stop].split(step), self.gradient(start, stop).split(step), strict=True):
+        for x, g in zip(
+            parts(self.run.rows[:, start:stop], step), parts(self.gradient(start, stop), step), strict=True
+        ):
 
             def write(out: Tensor, x: Tensor = x, g: Tensor = g) -> Tensor:
                 return torch.addcmul(level, x.view(out.shape), slope, out=out).add_(g.view(out.shape))
@@ -452,11 +464,13 @@ class _Backward:
             if need_weight[0]:
                 dw = torch.zeros_like(weight, dtype=self.slope.dtype)
         need_sums = need_gamma or need_beta or (need_dx and norm.batch)
-        sums = _GradientSums(run, norm, dw is not None) if need_sums else None
+        sums = _GradientSums(norm, dw is not None and norm in self.accurate) if need_sums else None
         step = run.image_step(total)
         scratch = run.take("activations", step, total)
         grad_step = step if pooling is None else pooling.pooled(step)
-        for x, g, dout in zip(run.rows.split(step), self.g_rows.split(step), grad_rows.split(grad_step), strict=True):
+        for x, g, dout in zip(
+            parts(run.rows, step), parts(self.g_rows, step), parts(grad_rows, grad_step), strict=True
+        ):
             z = norm.relu(x, out=fit(scratch, x.shape[0]))
             if pooling is None:
                 dz = masked_gradient(dout, z, 0, grad_input=z)
@@ -516,20 +530,21 @@ class _Backward:
         need_sums = need_gamma or need_beta or (need_dx and norm.batch)
         need_input = need_sums or need_dx
         conv = ConvBackward(run.cast(weight), run.sizes, run.scratch, need_input, need_weight)
-        sums = _GradientSums(run, norm, need_weight) if need_sums else None
+        sums = _GradientSums(norm, need_weight and norm in self.accurate) if need_sums else None
         step = run.image_step(width)
         noise = itertools.repeat(None)
         if call.drop_rate:
             shape = (run.features.shape[0], k, *run.sizes)
             state = self.kept.layers[i].random_state
-            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, call.drop_rate, state)).split(step)
+            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, call.drop_rate, state))
+            noise = parts(noise, step)
         scratch = run.take("activations", step, width)
         # Where dz goes, tile by tile: to the sink, or, scaled, into G.
         places = itertools.repeat(None)
         if sink is not None or need_dx:
-            places = (self.gradient(self.first, width) if sink is None else sink).split(step)
+            places = parts(self.gradient(self.first, width) if sink is None else sink, step)
         write_own = self.write_gradient(self.starts[i], self.starts[i + 1], step)
-        for x, write, factor, place in zip(source.split(step), write_own, noise, places):  # noqa: B905 - some repeat
+        for x, write, factor, place in zip(parts(source, step), write_own, noise, places):  # noqa: B905 - some repeat
             dy, inside = conv.bordered(x.shape[0] // run.image)
             write(inside)
             if factor is not None:
@@ -567,15 +582,14 @@ class _Backward:
         need_gamma, need_beta, need_weight = need
         need_sums = need_gamma or need_beta or (need_dx and norm.batch)
         matrix = run.cast(weight).flatten(1)
-        transposed = matrix.t().contiguous()
-        dw = torch.zeros_like(transposed, dtype=self.slope.dtype) if need_weight else None
-        sums = _GradientSums(run, norm, need_weight) if need_sums else None
+        dw = torch.zeros((start, matrix.shape[0]), dtype=self.slope.dtype, device=run.device) if need_weight else None
+        sums = _GradientSums(norm, need_weight and norm in self.accurate) if need_sums else None
         width, first = matrix.shape[0], self.first
         step = run.step(start)
         z_scratch, dz_scratch = run.take("activations", step, start), run.take("gradients", step, start)
         db_scratch = run.take("db", step, width)
-        places = self.gradient(first, start).split(step) if need_dx else itertools.repeat(None)
-        sources = (run.rows[:, :start].split(step), b.split(step), da.split(step), places)
+        places = parts(self.gradient(first, start), step) if need_dx else itertools.repeat(None)
+        sources = (parts(run.rows[:, :start], step), parts(b, step), parts(da, step), places)
         for x, b_tile, da_tile, g in zip(*sources):  # noqa: B905 - places may repeat
             rows = x.shape[0]
             db = fit(db_scratch, rows)
@@ -589,7 +603,7 @@ class _Backward:
                 accumulate_product(dw, z.t(), db)
             if not (need_sums or need_dx):
                 continue
-            dz = torch.mm(db, transposed.t(), out=fit(dz_scratch, rows))
+            dz = torch.mm(db, matrix, out=fit(dz_scratch, rows))
             masked_gradient(dz, z, 0, grad_input=dz)
             if sums is not None:
                 sums.add(dz, x)
@@ -597,7 +611,7 @@ class _Backward:
                 g.addcmul_(dz[:, first:] if first else dz, norm.scale[first:])
         dgamma = None
         if sums is not None:
-            product = (dw * transposed).sum(1) if need_weight else None
+            product = (dw.t() * matrix).sum(0) if need_weight else None
             dgamma, gamma_dgamma = sums.finish(product)
             if need_dx:
                 self.defer(norm, sums, gamma_dgamma)
@@ -611,7 +625,7 @@ class _Backward:
         """The complete gradient of the block's input."""
         dx = channels_last_empty(self.run.features, self.starts[0])
         step = self.run.step(self.starts[0])
-        for write, out in zip(self.write_gradient(0, self.starts[0], step), as_rows(dx).split(step), strict=True):
+        for write, out in zip(self.write_gradient(0, self.starts[0], step), parts(as_rows(dx), step), strict=True):
             write(out)
         return dx
 
@@ -657,7 +671,9 @@ class _DenseBlock(torch.autograd.Function):
             for i in reversed(range(len(layers))):
                 rest[:0] = run.layer(i)
             dx = run.input() if needed[0] else None
-        gradients = [None if g is None else g.to(p.dtype) for g, p in zip((*rest, *tail), parameters, strict=True)]
+        gradients = [
+            None if g is None else as_type(g, p.dtype) for g, p in zip((*rest, *tail), parameters, strict=True)
+        ]
         return dx, None, None, *gradients
 
 

@@ -19,7 +19,7 @@ from .batch_norm import (
 from .conv3x3 import as_images
 from .modules import MAX_POOLS
 from .storage import as_rows, channels_last_empty
-from .tiles import fit, tile_rows
+from .tiles import fit, parts, tile_rows
 
 _WITH_INDICES = {4: torch.ops.aten.max_pool2d_with_indices, 5: torch.ops.aten.max_pool3d_with_indices}
 _BACKWARD = {
@@ -45,7 +45,7 @@ class _NormReLUMaxPool(torch.autograd.Function):
         pool = F.max_pool2d if x.dim() == 4 else F.max_pool3d
         pooled = [
             pool(as_images(norm.relu(tile, out=fit(scratch, tile.shape[0])), sizes), *window)
-            for tile in rows.split(step)
+            for tile in parts(rows, step)
         ]
         ctx.save_for_backward(x, gamma, beta, mean, var)
         ctx.eps, ctx.batch, ctx.window = eps, batch, window
@@ -68,7 +68,7 @@ class _NormReLUMaxPool(torch.autograd.Function):
         scratch = torch.empty((step, rows.shape[1]), dtype=x.dtype, device=x.device)
         dx = channels_last_empty(x, x.shape[1])
         images_per_tile = step // math.prod(sizes)
-        tiles = (rows.split(step), grad.split(images_per_tile), dx.split(images_per_tile))
+        tiles = (parts(rows, step), grad.split(images_per_tile), dx.split(images_per_tile))
         sum_dz, sum_dz_x = torch.zeros_like(mean), torch.zeros_like(mean)  # Σ dz and Σ dz (x - mean)
         for x_tile, grad_tile, dx_images in zip(*tiles, strict=True):
             z = norm.relu(x_tile, out=fit(scratch, x_tile.shape[0]))
@@ -84,7 +84,7 @@ class _NormReLUMaxPool(torch.autograd.Function):
         sum_dz_x *= norm.r
         if need_x and ctx.batch:
             slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, rows.shape[0])
-            for x_tile, dx_tile in zip(rows.split(step), as_rows(dx).split(step), strict=True):
+            for x_tile, dx_tile in zip(parts(rows, step), parts(as_rows(dx), step), strict=True):
                 dx_tile.addcmul_(x_tile, slope).add_(level)
         dgamma = sum_dz_x.to(gamma.dtype) if need_gamma else None
         dbeta = sum_dz.to(beta.dtype) if need_beta else None
