@@ -22,5 +22,6 @@ setup(
     packages=find_packages(include=["efficient_densenet", "efficient_densenet.*"]),
     python_requires=">=3.10",
     install_requires=["torch>=2.4"],
-    extras_require={"demo": DEMO, "test": [*DEMO, "pytest>=7"]},
+    # tensorboard: for demo.py --tensorboard True, and the test that reads its files back.
+    extras_require={"demo": DEMO, "tensorboard": ["tensorboard"], "test": [*DEMO, "tensorboard", "pytest>=7"]},
 )

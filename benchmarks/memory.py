@@ -38,7 +38,7 @@ class Settings(Conditions):
         depths: Depths of DenseNet-BC. Default: 40,64,100.
         growth_rate: k of DenseNet-BC. Default: 12.
         blocks: Layers of the single dense blocks. Default: 8,16,32,64 with densenet_bc, none otherwise; 0 is none too.
-            They get a sixteenth of the batch size.
+            They get a batch of a 32nd of the size.
         batch_size: Images per step. Default: 64 (densenet_bc), 2 (densenet3d) or 16.
         image_size: Their side. Default: 32 (densenet_bc), 80 (densenet3d) or 224.
         spatial_dims: 1, 2 or 3, DenseNet-BC on sequences, images or volumes. Default: 2.
@@ -77,7 +77,7 @@ class Settings(Conditions):
         """Every cell, the networks first, then the single blocks."""
         layout = {"channels_last": self.channels_last}
         networks = [{"depth": depth} if depth else {} for depth in self.depths]
-        batch_size = max(1, self.batch_size // 16)
+        batch_size = max(1, self.batch_size // 32)
         blocks = [{"model": "dense_block", "layers": layers, "batch_size": batch_size} for layers in self.blocks]
         return [self.cell(mode, **columns, **layout) for columns in networks + blocks for mode in self.modes]
 
