@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,9 +99,11 @@ def render(results: str | Path, figure: str) -> str:
     rounds = sorted({int(row["rounds"]) for row in speed})
     lines += [
         "",
-        "Peak: the most that is allocated in one step of forward, loss and backward, parameters left out, their gradients",
-        "in. Time: of that step, as a ratio to the plain model in channels-last, every mode in its faster memory layout;",
-        f"median of {' or '.join(map(str, rounds))} rounds, all modes in turn in one run. Measured on:",
+        wrapped(
+            "Peak: the most that is allocated in one step of forward, loss and backward, parameters left out, their "
+            "gradients in. Time: of that step, as a ratio to the plain model in channels-last, every mode in its faster "
+            f"memory layout; median of {' or '.join(map(str, rounds))} rounds, all modes in turn in one run. Measured on:"
+        ),
         "",
         *[f"* {line}" for line in dict.fromkeys(map(conditions, used))],
         "",
@@ -119,10 +122,10 @@ def headline(shown: list[dict[str, str]], ratios: dict[tuple, list[float]]) -> s
     naive, *library = sorted(modes, key=lambda row: row["mode"] != "naive")
     least = min(library, key=lambda row: float(row["peak_mib"]))
     fastest = min(library, key=lambda row: min(ratios[first, row["mode"]]))
-    return (
+    return wrapped(
         f"{title(naive)}, {size(naive)}: a training step peaks at **{float(least['peak_mib']):,.0f} MiB** with "
         f"`{least['mode']}`, at {float(naive['peak_mib']):,.0f} MiB in plain PyTorch; `{fastest['mode']}` takes "
-        f"**{min(ratios[first, fastest['mode']]):.2f}** of its time."
+        f"**{min(ratios[first, fastest['mode']]):.2f}** of plain PyTorch's time."
     )
 
 
@@ -141,7 +144,11 @@ def growth(rows: list[dict[str, Any]]) -> str:
     for mode, points in curves(rows, "dense_block", "layers", "kept_mib").items():
         (fewer, less), (more, kept) = points[-2:]
         parts.append(f"{KNOWN.get(mode, f'`{mode}`')} x {kept / less:.2f}")
-    return f"Kept by one dense block at a fixed growth rate, {more} layers against {fewer}: {'; '.join(parts)}."
+    return wrapped(f"Kept by one dense block at a fixed growth rate, {more} layers against {fewer}: {'; '.join(parts)}.")
+
+
+def wrapped(sentence: str) -> str:
+    return textwrap.fill(sentence, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def curves(rows: list[dict[str, Any]], model: str, x: str, y: str) -> dict[str, list[tuple[int, float]]]:
