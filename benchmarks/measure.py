@@ -1,4 +1,4 @@
-"""What the benchmarks share: command lines, models and baselines, a fresh process per cell, rows with their conditions."""
+"""What the benchmarks share: command lines, models and baselines, a fresh process per cell, and rows."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ class Conditions:
         choose("dtype", self.dtype, DTYPES)
         if self.device == "auto":
             self._set("device", "cuda" if torch.cuda.is_available() else "cpu")
-        visible = ["cpu", *(["cuda"] * torch.cuda.is_available()), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-        choose("device", self.device, ["auto", *visible])
+        gpus = torch.cuda.device_count()
+        choose("device", self.device, ["auto", "cpu", *["cuda"][:gpus], *(f"cuda:{i}" for i in range(gpus))])
         writable("output", self.output, ".csv")
 
     def _set(self, name: str, value: object) -> None:
@@ -345,8 +345,8 @@ def _commit() -> str:
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
         commit = git(["git", "rev-parse", "--short", "HEAD"], check=True).stdout.strip()
-        changed = git(["git", "diff", "--quiet", "HEAD", "--", "efficient_densenet", ":!efficient_densenet/training"]).returncode
-        return commit + ("+" if changed else "")
+        code = ["efficient_densenet", ":!efficient_densenet/training"]
+        return commit + ("+" if git(["git", "diff", "--quiet", "HEAD", "--", *code]).returncode else "")
     return ""
 
 

@@ -15,8 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from measure import (
-    MIB, Conditions, as_tuple, build, environment, fail, parse, print_row, run_in_fresh_process, size, title, whole,
-    writable, write_rows,
+    MIB,
+    Conditions,
+    as_tuple,
+    build,
+    environment,
+    fail,
+    parse,
+    print_row,
+    run_in_fresh_process,
+    size,
+    title,
+    whole,
+    writable,
+    write_rows,
 )  # fmt: skip
 
 from efficient_densenet.memory import measure_step

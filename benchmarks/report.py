@@ -101,8 +101,9 @@ def render(results: str | Path, figure: str) -> str:
         "",
         wrapped(
             "Peak: the most that is allocated in one step of forward, loss and backward, parameters left out, their "
-            "gradients in. Time: of that step, as a ratio to the plain model in channels-last, every mode in its faster "
-            f"memory layout; median of {' or '.join(map(str, rounds))} rounds, all modes in turn in one run. Measured on:"
+            "gradients in. Time: of that step, as a ratio to the plain model in channels-last, every mode in its "
+            f"faster memory layout; median of {' or '.join(map(str, rounds))} rounds, all modes in turn in one run. "
+            "Measured on:"
         ),
         "",
         *[f"* {line}" for line in dict.fromkeys(map(conditions, used))],
@@ -144,7 +145,8 @@ def growth(rows: list[dict[str, Any]]) -> str:
     for mode, points in curves(rows, "dense_block", "layers", "kept_mib").items():
         (fewer, less), (more, kept) = points[-2:]
         parts.append(f"{KNOWN.get(mode, f'`{mode}`')} x {kept / less:.2f}")
-    return wrapped(f"Kept by one dense block at a fixed growth rate, {more} layers against {fewer}: {'; '.join(parts)}.")
+    case = f"Kept by one dense block at a fixed growth rate, {more} layers against {fewer}"
+    return wrapped(f"{case}: {'; '.join(parts)}.")
 
 
 def wrapped(sentence: str) -> str:

@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 from measure import (
-    Conditions, as_tuple, build, choose, environment, fail, is_out_of_memory, parse, print_row, size, title, whole,
+    Conditions,
+    as_tuple,
+    build,
+    choose,
+    environment,
+    fail,
+    is_out_of_memory,
+    parse,
+    print_row,
+    size,
+    title,
+    whole,
     write_rows,
 )  # fmt: skip
 
@@ -23,8 +34,8 @@ from measure import (
 class Settings(Conditions):
     """Time of one training step (forward, loss, backward), in every mode and both memory layouts.
 
-    All are run in turn, A B A B, in one process, so that a slow moment of the machine meets all of them. The result is the
-    ratio to the plain model in channels-last, its best setting: the median over the rounds of the ratio in each round.
+    All are run in turn, A B A B, in one process, so that a slow moment of the machine meets all of them. The result is
+    the ratio to the plain model in channels-last, its best setting, as the median of the ratios in each round.
 
     Args:
         model: densenet_bc (by depth), densenet121, 161, 169, 201, 264, or densenet3d (blocks 6 and 12, growth rate 32,
@@ -115,7 +126,8 @@ def run(settings: Settings) -> list[dict[str, Any]]:
             row["spread_ms"] = round(max(taken) - min(taken), 2)
             row["ratio"] = round(statistics.median(t / r for t, r in zip(taken, times[0])), 4) if times[0] else None
         row["status"] = "ok" if taken else "out of memory"
-        print_row(cell["mode"], layout, *([row["step_ms"], row["spread_ms"], row["ratio"]] if taken else [row["status"]]))
+        numbers = [row["step_ms"], row["spread_ms"], row["ratio"]]
+        print_row(cell["mode"], layout, *(numbers if taken else [row["status"]]))
         rows.append(row | conditions)
     if settings.output:
         write_rows(settings.output, rows)

@@ -70,9 +70,9 @@ def measure_allocations(
     On the CPU every call of torch's allocator is recorded (by ``torch.autograd.profiler``) and added up. Counted, each
     at the size asked for: the storage of every tensor (a view or an in-place operation has none of its own), whatever
     its way to life: activations, gradients, temporaries inside operators, and the scratch that kernels take from the
-    allocator, oneDNN's included. Not counted: storages that existed before, or their release; memory that libraries take
-    for themselves (packing buffers of BLAS, oneDNN's cached primitives); Python objects; what the C library adds by
-    rounding and fragmentation; and threads that ``forward`` starts itself (autograd's are counted).
+    allocator, oneDNN's included. Not counted: storages that existed before, or their release; memory that libraries
+    take for themselves (packing buffers of BLAS, oneDNN's cached primitives); Python objects; what the C library adds
+    by rounding and fragmentation; and threads that ``forward`` starts itself (autograd's are counted).
 
     On CUDA the counters of torch's caching allocator are read, for the whole device: the same, at sizes rounded up to
     512 bytes, the workspaces of cuDNN and cuBLAS included, memory reserved but not in use excluded.

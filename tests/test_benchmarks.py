@@ -35,7 +35,7 @@ def test_the_memory_benchmark_measures_prints_and_writes(tmp_path):
     """As a command; two modes, two depths, two blocks."""
     command = [
         sys.executable, "benchmarks/memory.py", "--modes", "naive,checkpoint", "--depths", "16,28", "--blocks", "4,8",
-        "--batch_size", "2", "--image_size", "16", "--output", str(tmp_path / "rows.csv"), "--figure", str(tmp_path / "f.png"),
+        "--batch_size", "2", "--image_size", "16", "--output", f"{tmp_path}/rows.csv", "--figure", f"{tmp_path}/f.png",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
@@ -58,7 +58,7 @@ def test_the_memory_benchmark_measures_prints_and_writes(tmp_path):
 
 
 def test_the_speed_benchmark_times_every_mode_in_both_layouts(tmp_path, capsys):
-    speed.main(["--depth", "10", "--batch_size", "2", "--image_size", "8", "--rounds", "2", "--output", f"{tmp_path}/s.csv"])
+    speed.main(f"--depth 10 --batch_size 2 --image_size 8 --rounds 2 --output {tmp_path}/s.csv".split())
     rows = read(tmp_path / "s.csv")
     modes = ["naive", "concatenation", *MODES]
     assert [(row["mode"], row["channels_last"]) for row in rows] == [("naive", "True"), ("naive", "False")] + [
@@ -73,7 +73,9 @@ ROW = {
     "model": "densenet_bc", "depth": 100, "layers": 48, "growth_rate": 12, "batch_size": 64, "image_size": 32,
     "spatial_dims": 2, "dtype": "float32", "device": "cpu", "channels_last": False, "mode": "naive",
 }  # fmt: skip
-CONDITIONS = {"hardware": "an abacus", "threads": 2, "torch": "2.9", "python": "3.12", "commit": "abc", "command": "python m"}
+CONDITIONS = {
+    "hardware": "an abacus", "threads": 2, "torch": "2.9", "python": "3.12", "commit": "abc", "command": "python m",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -110,7 +112,8 @@ def test_the_report_is_made_from_the_rows(results):
     arguments = ["--results", str(results), "--readme", str(readme)]
     report.main(arguments)
     text = readme.read_text()
-    assert text.startswith(f"# Title\n{report.BEGIN}\n") and text.endswith(f"\n{report.END}\nend\n") and "old" not in text
+    assert text.startswith(f"# Title\n{report.BEGIN}\n") and text.endswith(f"\n{report.END}\nend\n")
+    assert "old" not in text
     assert (
         "DenseNet-BC(100,12), batch 64, 32x32: a training step peaks at **700 MiB** with `checkpoint`, at 2,100 MiB in "
         "plain PyTorch; `checkpoint` takes **1.38** of plain PyTorch's time." in text.replace("\n", " ")
@@ -121,7 +124,8 @@ def test_the_report_is_made_from_the_rows(results):
         "|  | `fused` |  | out of memory |  |  |",
     ]  # depth 40 was not timed; of two layouts the faster one is shown
     assert "16 layers against 8: `naive` x 4.00; `checkpoint` x 2.00." in text
-    assert "an abacus, 2 threads, float32, torch 2.9, Python 3.12, commit abc" in text and "(results/memory.png)" in text
+    assert "an abacus, 2 threads, float32, torch 2.9, Python 3.12, commit abc" in text
+    assert "(results/memory.png)" in text
     assert (results / "memory.png").read_bytes().startswith(b"\x89PNG")
     report.main(arguments)
     assert readme.read_text() == text

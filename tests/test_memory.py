@@ -11,7 +11,6 @@ from efficient_densenet.memory import Allocations, measure_allocations, measure_
 from efficient_densenet.models import DenseBlock
 
 
-
 @pytest.fixture(autouse=True)
 def one_thread():
     """These operations are small; on a busy machine two threads mostly wait for each other."""
