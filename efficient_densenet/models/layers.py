@@ -157,7 +157,7 @@ class DenseBlock(nn.ModuleDict):
         run = {"naive": self._plain, "checkpoint": self._checkpointed}.get(self.plan().runs, self._fused)
         if run == self._fused and self._dtype_of(x) is None:
             run = self._checkpointed
-        return outside_the_compiler(run, x) if torch.compiler.is_compiling() else run(x)
+        return _run_outside_the_compiler(run, x) if torch.compiler.is_compiling() else run(x)
 
     def closed_by(self, x: Tensor, tail: nn.Module, keep_conv1: bool = False) -> Tensor | None:
         """The block and what closes it as one function, or ``None`` where it has to be the one after the other.
@@ -180,7 +180,7 @@ class DenseBlock(nn.ModuleDict):
                 return None
             call, parameters = TailCall(NormCall.of(tail), None), [tail.weight, tail.bias]
         run = functools.partial(self._fused, tail=call, tail_parameters=parameters, keep_conv1=keep_conv1)
-        return outside_the_compiler(run, x) if torch.compiler.is_compiling() else run(x)
+        return _run_outside_the_compiler(run, x) if torch.compiler.is_compiling() else run(x)
 
     def _fused(
         self, x: Tensor, tail: TailCall | None = None, tail_parameters: Sequence[Tensor] = (), keep_conv1: bool = False
@@ -263,11 +263,10 @@ class DenseBlock(nn.ModuleDict):
         return f"efficient={plan.asked!r}, runs {plan.runs}" + (f" ({plan.reason})" if plan.reason else "")
 
 
-@torch.compiler.disable
-def outside_the_compiler(run: Callable[..., Tensor], *args) -> Tensor:
-    # The compiler would trace the recomputation away or compile it anew for every shape; the block runs as it is,
-    # between the compiled parts before and behind it.
-    return run(*args)
+def _run_outside_the_compiler(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    from ..ops.uncompiled import call  # loads the compiler, which is there anyway by now
+
+    return call(run, x)
 
 
 class Transition(nn.Sequential):
