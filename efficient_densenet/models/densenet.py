@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.modules import is_hooked, why_no_stem, why_plain
+from ..ops.modules import CONVOLUTIONS, MAX_POOLS, is_hooked, why_no_stem, why_plain
 from ..ops.stem import norm_relu_max_pool
 from .layers import BlockPlan, DenseBlock, Transition, batch_norm, conv, mode_name, pool
 
@@ -201,21 +201,23 @@ class DenseNet(nn.Module):
         """
         if self._efficient != "lean":
             return set()
+        # Shapes come from the modules' settings, not from weights: reading a parametrized weight may move its state.
         sizes, channels = list(input_shape[2:]), 0
         blocks, alive = [], 0
         for module in self.features.children():
-            if isinstance(module, DenseBlock) and len(module) and not module.plan().reason:
-                rows = input_shape[0] * math.prod(sizes)
-                total, outputs, widest = module.sizes(channels)
-                blocks.append((module, rows * total, rows * outputs, 2 * rows * widest))
-                channels = total
+            rows = input_shape[0] * math.prod(sizes)
+            if isinstance(module, DenseBlock):
+                if module.plan().runs == "lean":
+                    total, outputs, widest = module.sizes()
+                    blocks.append((module, rows * total, rows * outputs, 2 * rows * widest))
             elif isinstance(module, Transition):
-                sizes, channels = [s // 2 for s in sizes], module.conv.weight.shape[0]
-            elif hasattr(module, "weight") and hasattr(module, "stride"):
-                sizes, channels = [(s - 1) // module.stride[0] + 1 for s in sizes], module.weight.shape[0]
-            elif hasattr(module, "kernel_size"):
-                stem = input_shape[0] * math.prod(sizes) * channels
-                alive += stem
+                sizes = [s // 2 for s in sizes]
+            elif hasattr(module, "num_features"):
+                channels = module.num_features
+            elif isinstance(module, tuple(CONVOLUTIONS)):
+                sizes = [(s - 1) // module.stride[0] + 1 for s in sizes]
+            elif isinstance(module, tuple(MAX_POOLS)):
+                alive += rows * channels
                 sizes = [(s - 1) // 2 + 1 for s in sizes]
 
         def peak(kept: set[DenseBlock]) -> int:

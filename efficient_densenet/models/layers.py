@@ -222,6 +222,8 @@ class DenseBlock(nn.ModuleDict):
                 new = layer(features.clone(memory_format=layout))
             else:
                 new = checkpointed_bottleneck(features, statistics, layer.norm1, layer.conv1)
+                if why_not_fused(layer):  # the same for unknown modules behind conv1
+                    new = new.contiguous() if layout == torch.contiguous_format else new
                 new = layer.after_bottleneck(new)
             dtype = torch.promote_types(new.dtype, features.dtype)
             if dtype != features.dtype:  # under autocast, or behind a module of another type: promote, as cat does
@@ -231,10 +233,11 @@ class DenseBlock(nn.ModuleDict):
             features = append(features, new, buffer)
         return features
 
-    def sizes(self, in_channels: int) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, int, int]:
         """Channels of the finished block, of all its conv1 outputs together, and of the widest of them."""
-        widths = [layer.conv1.weight.shape[0] if layer.has_bottleneck else 0 for layer in self.values()]
-        return in_channels + sum(layer.growth_rate for layer in self.values()), sum(widths), max(widths)
+        layers = list(self.values())
+        widths = [layer.conv1.out_channels if layer.has_bottleneck else 0 for layer in layers]
+        return layers[0].norm1.num_features + sum(layer.growth_rate for layer in layers), sum(widths), max(widths)
 
     def _why_not_dense_layers(self) -> str:
         foreign = [f"{key} is a {type(layer).__name__}" for key, layer in self.items() if type(layer) is not DenseLayer]

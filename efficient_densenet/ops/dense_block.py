@@ -421,6 +421,7 @@ class _Backward:
         self.slope = torch.zeros(total, dtype=dtype, device=features.device)
         self.level = torch.zeros_like(self.slope)
         norms = [n for k in kept.layers for n in (k.norm1, k.norm2) if n is not None]
+        self.corrects = any(norm.batch for norm in norms) or bool(kept.tail and kept.tail.batch)
         self.accurate = _accurate_short_cuts(self.run, norms if kept.tail is None else [*norms, kept.tail])
 
     def gradient(self, start: int, stop: int) -> Tensor:
@@ -442,6 +443,8 @@ class _Backward:
         ):
 
             def write(out: Tensor, x: Tensor = x, g: Tensor = g) -> Tensor:
+                if not self.corrects:  # nothing to add, and zero times an infinite feature would not be nothing
+                    return out.copy_(g.view(out.shape))
                 return torch.addcmul(level, x.view(out.shape), slope, out=out).add_(g.view(out.shape))
 
             yield write
