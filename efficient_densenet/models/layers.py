@@ -154,10 +154,17 @@ class DenseBlock(nn.ModuleDict):
     def _run(self, x: Tensor) -> Tensor:
         if self.efficient == "naive" or why_plain(x):
             return self._plain(x)
-        run = {"naive": self._plain, "checkpoint": self._checkpointed}.get(self.plan().runs, self._fused)
-        if run == self._fused and self._dtype_of(x) is None:
-            run = self._checkpointed
-        return _run_outside_the_compiler(run, x) if torch.compiler.is_compiling() else run(x)
+        if torch.compiler.is_compiling():
+            return _run_outside_the_compiler(self._run_as_planned, x)
+        return self._run_as_planned(x)
+
+    def _run_as_planned(self, x: Tensor) -> Tensor:
+        runs = self.plan().runs
+        if runs == "naive":
+            return self._plain(x)
+        if runs == "checkpoint" or self._dtype_of(x) is None:
+            return self._checkpointed(x)
+        return self._fused(x)
 
     def closed_by(self, x: Tensor, tail: nn.Module, keep_conv1: bool = False) -> Tensor | None:
         """The block and what closes it as one function, or ``None`` where it has to be the one after the other.
