@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -94,6 +95,7 @@ def ranks(tmp_path_factory) -> list[dict]:
     return [torch.load(f"{folder}/rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
+@functools.lru_cache(maxsize=None)
 def expected(variant: str, options: str) -> list[dict]:
     """What plain models on all ranks' images do when their gradients are averaged; rank 0's buffers go to all."""
     models = [build(variant, "naive") for _ in range(RANKS)]

@@ -202,7 +202,7 @@ def test_double_backward_through_parameters(mode):
         parameters = [p for p in model.parameters() if p.requires_grad]
         loss = classification_loss(model(images(3, 3, 6, 6)))
         grads = torch.autograd.grad(loss, parameters, create_graph=True)
-        sum((g * (p + 1)).sum() for g, p in zip(grads, parameters)).backward()
+        sum((g * (p + 1)).sum() for g, p in zip(grads, parameters, strict=True)).backward()
 
     compare(run, mode)
 
@@ -992,11 +992,11 @@ SURGERY = {
 
 
 def operated(operation: str, mode: str) -> dict:
-    """Two steps in training, one in eval; the calls that an :class:`Observer` counted among the entries."""
+    """A step in training and one in eval; the calls that an :class:`Observer` counted among the entries."""
     own, make = SURGERY[operation]
     model = toy(mode)
     replace(model, own, make)
-    state = training_state(model, images(), steps=2)
+    state = training_state(model, images())
     state |= {f"eval, {name}": value for name, value in training_state(model.eval(), images()).items()}
     observers = {name: module for name, module in model.named_modules() if isinstance(module, Observer)}
     return state | {f"{name}.calls": torch.tensor(observer.calls) for name, observer in observers.items()}
@@ -1248,9 +1248,9 @@ def test_compile_for_changing_batch_sizes(compiler):
     """With AOT autograd, in training and eval. Kills: a graph for every batch size."""
     model = toy(block_config=(1, 1))
     other = twin(model, "auto")
-    compiled = torch.compile(other, backend="aot_eager")
-    for size in (4, 6, 3, 5):
-        with compiler.config.patch(error_on_recompile=size in (3, 5)):
+    compiled = torch.compile(other, backend="aot_eager", dynamic=True)
+    for size in (5, 9, 7):  # none of them a number of channels, to which the compiler would tie it
+        with compiler.config.patch(error_on_recompile=size != 5):
             assert_same(training_state(model, images(size, 3, 8, 8)), compiled_state(other, compiled, size))
     with evaluation(model), evaluation(other), torch.no_grad():
         assert_same({"output": model(images())}, {"output": compiled(images())})
@@ -1357,15 +1357,15 @@ def test_data_parallel_replicas(mode, overrides):
 def test_copies_train_in_threads(mode):
     """Forward and backward at once, each thread its own model. Kills: module-level or class-level storage."""
     model = toy(drop_rate=0.0)
-    expected = [training_state(twin(model, "naive"), images(seed=seed), steps=2) for seed in range(4)]
-    found = [None] * 4
-    copies = [twin(model, mode) for _ in range(4)]
+    expected = [training_state(twin(model, "naive"), images(seed=seed), steps=2) for seed in range(3)]
+    found = [None] * 3
+    copies = [twin(model, mode) for _ in range(3)]
 
     def train(index):
         found[index] = training_state(copies[index], images(seed=index), steps=2)
 
-    in_threads(*[lambda index=index: train(index) for index in range(4)])
-    for want, got in zip(expected, found):
+    in_threads(*[lambda index=index: train(index) for index in range(3)])
+    for want, got in zip(expected, found, strict=True):
         assert_same(want, got)
 
 
@@ -1380,10 +1380,10 @@ def test_one_model_used_by_threads(mode, training):
         x = images(seed=seed).requires_grad_()
         return torch.autograd.grad(classification_loss(net(x)), [x, *net.parameters()])
 
-    expected = [gradient(twin(model, "naive"), seed) for seed in range(4)]
-    found = [[] for _ in range(4)]
-    in_threads(*[lambda s=s: [found[s].append(gradient(other, s)) for _ in range(5)] for s in range(4)])
-    for want, runs in zip(expected, found):
+    expected = [gradient(twin(model, "naive"), seed) for seed in range(3)]
+    found = [[] for _ in range(3)]
+    in_threads(*[lambda s=s: [found[s].append(gradient(other, s)) for _ in range(4)] for s in range(3)])
+    for want, runs in zip(expected, found, strict=True):
         for got in runs:
             assert_same(dict(enumerate_names(want)), dict(enumerate_names(got)))
 
@@ -1431,7 +1431,7 @@ def test_training_goes_on_after_an_exception(mode, phase):
                 loss.backward()
             handle.remove()
             del loss
-    for (name, want), (_, got) in zip(model.named_buffers(), other.named_buffers()):
+    for (name, want), (_, got) in zip(model.named_buffers(), other.named_buffers(), strict=True):
         assert torch.allclose(want, got, rtol=0, atol=1e-12) or phase == "forward", name
     other.load_state_dict(model.state_dict())
     assert_trains_like(model, other, images(), steps=2)
