@@ -183,7 +183,7 @@ def test_float32_over_three_steps(mode, shape):
     [
         *((precision, "small") for precision in PRECISIONS),
         *((precision, "no_bottleneck") for precision in ("float32", "bfloat16", "bfloat16_eval", "autocast")),
-        *((precision, "imagenet_stem") for precision in ("bfloat16", "autocast")),
+        *((p, "imagenet_stem") for p in ("bfloat16", "bfloat16_float32_norms", "autocast", "autocast_eval")),
         ("autocast", "1d"),
         ("bfloat16", "3d_one_block"),
     ],
@@ -278,6 +278,17 @@ def test_blocks_take_inputs_of_any_layout(mode):
                 block = net.features.denseblock1
                 states.append(training_state(block, x, input_grad=input_grad, loss=torch.Tensor.sum))
             assert_same(*states)
+
+
+@each_mode
+@pytest.mark.parametrize("spatial_dims", [1, 2, 3])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_ties_in_the_stems_pooling(mode, spatial_dims, training):
+    """Flat images, as scans have them: the first of equal values gets the gradient. Kills: another one, or all of them."""
+    model = toy(small_inputs=False, spatial_dims=spatial_dims, block_config=(1, 1)).train(training)
+    x = images(3, 3, *[18] * spatial_dims).round()
+    x[..., 5:] = 1.0
+    assert_trains_like(model, twin(model, mode), x)
 
 
 @each_mode
@@ -405,6 +416,18 @@ def test_frozen_basic_layers(mode):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(kept in name or name.startswith("classifier"))
         assert_trains_like(model, twin(model, mode), images(), input_grad=False)
+
+
+@each_mode
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_frozen_imagenet_stem(mode, training):
+    """The same for the strided stem, its norm and its pooling. Kills: a stem that wants a gradient for its input."""
+    for kept in ("conv0", "norm0.weight", "norm0.bias", "denselayer1.norm1.bias", "classifier"):
+        for input_grad in (False, True):
+            model = toy(small_inputs=False, block_config=(1, 1)).train(training)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(kept in name)
+            assert_trains_like(model, twin(model, mode), images(3, 3, 16, 16), input_grad=input_grad)
 
 
 @each_mode

@@ -24,6 +24,7 @@ from efficient_densenet import DenseNet
 from helpers import (
     MODES,
     TOY,
+    assert_as_accurate,
     assert_same,
     assert_trains_like,
     blocks,
@@ -34,6 +35,7 @@ from helpers import (
     gradients,
     images,
     layers,
+    linear_loss,
     norms,
     toy,
     training_state,
@@ -177,13 +179,18 @@ def test_output_of_one_forward_steers_another(mode):
 
 @each_mode
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("overrides", [{}, {"bn_size": None}], ids=["bottleneck", "no_bottleneck"])
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"bn_size": None}, {"small_inputs": False}, {"spatial_dims": 1}],
+    ids=["bottleneck", "no_bottleneck", "imagenet_stem", "1d"],
+)
 def test_gradient_penalty(mode, training, overrides):
     """Double backward through the images. Kills: a backward that autograd cannot differentiate, or differentiates as 0."""
 
     def run(model):
         model.train(training)
-        x = images(3, 3, 6, 6).requires_grad_()
+        sides = [6 if "small_inputs" not in overrides else 18] * overrides.get("spatial_dims", 2)
+        x = images(3, 3, *sides).requires_grad_()
         output = model(x)
         (grad,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
         (classification_loss(output) + grad.square().sum()).backward()
@@ -205,6 +212,24 @@ def test_double_backward_through_parameters(mode):
         sum((g * (p + 1)).sum() for g, p in zip(grads, parameters, strict=True)).backward()
 
     compare(run, mode)
+
+
+@each_mode
+def test_gradient_penalty_under_autocast(mode):
+    """By the rule for low precision. Kills: a rebuilt block whose types do not fit those of the forward."""
+    draws = []
+    for seed in range(3):
+        plain = toy(dtype=torch.float32, seed=seed)
+        states = []
+        for net in (twin(plain, "naive").double(), plain, twin(plain, mode)):
+            x = images(4, 3, 6, 6, seed=seed).to(net.classifier.weight.dtype).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
+                output = net(x)
+            (grad,) = torch.autograd.grad(linear_loss(output), x, create_graph=True)
+            grad.square().sum().backward()
+            states.append({"output": output.detach(), "x.grad": x.grad, **gradients(net)})
+        draws.append(tuple(states))
+    assert_as_accurate(*draws)
 
 
 @each_mode
@@ -402,7 +427,7 @@ def test_functional_call(mode, training):
         model.train(training)
         lent = {name: (p.detach() * 1.3 + 0.1).requires_grad_() for name, p in model.named_parameters()}
         statistics = {name: b.clone() + 1 for name, b in model.named_buffers()}
-        x = images().requires_grad_()
+        x = images(4, 3, 18, 18).requires_grad_()
         output = torch.func.functional_call(model, {**lent, **statistics}, (x,))
         classification_loss(output).backward()
         assert all(p.grad is None for p in model.parameters())
@@ -412,7 +437,7 @@ def test_functional_call(mode, training):
             **{f"lent {name}": value for name, value in statistics.items()},
         }
 
-    compare(run, mode, drop_rate=0.2)
+    compare(run, mode, drop_rate=0.2, small_inputs=False)
 
 
 @each_mode
@@ -640,6 +665,7 @@ SUBMODULES = [  # one of every kind
     "features.conv0",
     "features.norm0",
     "features.relu0",
+    "features.pool0",
     "features.denseblock1",
     "features.denseblock2.denselayer1",
     "features.denseblock2.denselayer2.norm1",
@@ -876,7 +902,8 @@ class LowRank(nn.Module):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.down = nn.Conv2d(base.in_channels, 2, 1, bias=False, dtype=torch.float64)
-        self.up = nn.Conv2d(2, base.out_channels, base.kernel_size, padding=base.padding, dtype=torch.float64)
+        window = {"kernel_size": base.kernel_size, "stride": base.stride, "padding": base.padding}
+        self.up = nn.Conv2d(2, base.out_channels, **window, dtype=torch.float64)
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))
@@ -914,11 +941,11 @@ class BiasedConvolution(nn.Conv2d):
 
 def replace(model: nn.Module, own: str, make) -> None:
     """Every submodule called ``own`` becomes ``make(submodule)``."""
-    for name, module in list(model.named_modules()):
-        parent, _, last = name.rpartition(".")
-        if last == own:
-            torch.manual_seed(11)
-            setattr(model.get_submodule(parent), own, make(module).double())
+    found = [(name, module) for name, module in model.named_modules() if name.split(".")[-1] == own]
+    assert found, f"nothing is called {own}"
+    for name, module in found:
+        torch.manual_seed(11)
+        setattr(model.get_submodule(name.rpartition(".")[0]), own, make(module).double())
 
 
 def biased(conv):
@@ -967,8 +994,22 @@ SURGERY = {
     "final_group_norm": ("norm5", lambda m: nn.GroupNorm(2, m.num_features)),
     "final_identity": ("norm5", lambda m: nn.Identity()),
     "stem_group_norm": ("norm0", lambda m: nn.GroupNorm(2, m.num_features)),
+    "stem_no_affine": ("norm0", lambda m: nn.BatchNorm2d(m.num_features, affine=False)),
+    "stem_identity": ("norm0", lambda m: nn.Identity()),
     "stem_gelu": ("relu0", lambda m: nn.GELU()),
-    "stem_conv": ("conv0", lambda m: nn.Conv2d(3, m.out_channels, 3, stride=1, padding=1)),
+    "stem_relu6": ("relu0", lambda m: nn.ReLU6(inplace=True)),
+    "stem_no_pool": ("pool0", lambda m: nn.Identity()),
+    "stem_average_pool": ("pool0", lambda m: nn.AvgPool2d(2)),
+    "stem_other_max_pool": ("pool0", lambda m: nn.MaxPool2d(2)),
+    "stem_ceiling_pool": ("pool0", lambda m: nn.MaxPool2d(3, stride=2, ceil_mode=True)),
+    "stem_dilated_pool": ("pool0", lambda m: nn.MaxPool2d(3, stride=2, padding=1, dilation=2)),
+    "stem_overlapping_pool": ("pool0", lambda m: nn.MaxPool2d((3, 2), stride=(1, 2), padding=(1, 0))),
+    "transition_other_pool": ("pool", lambda m: nn.AvgPool2d(3, stride=2, padding=1)),
+    "transition_ceiling_pool": ("pool", lambda m: nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False)),
+    "transition_divisor": ("pool", lambda m: nn.AvgPool2d(2, divisor_override=3)),
+    "transition_no_pool": ("pool", lambda m: nn.Identity()),
+    "transition_wide_conv": ("conv", lambda m: nn.Conv2d(m.in_channels, m.out_channels, 3, padding=1)),
+    "stem_conv": ("conv0", lambda m: nn.Conv2d(3, m.out_channels, 5, stride=2)),
     "gelu1": ("relu1", lambda m: nn.GELU()),
     "gelu2": ("relu2", lambda m: nn.GELU()),
     "silu1_in_place": ("relu1", lambda m: nn.SiLU(inplace=True)),
@@ -994,10 +1035,11 @@ SURGERY = {
 def operated(operation: str, mode: str) -> dict:
     """A step in training and one in eval; the calls that an :class:`Observer` counted among the entries."""
     own, make = SURGERY[operation]
-    model = toy(mode)
+    model = toy(mode, small_inputs="stem" not in operation)
     replace(model, own, make)
-    state = training_state(model, images())
-    state |= {f"eval, {name}": value for name, value in training_state(model.eval(), images()).items()}
+    x = images(4, 3, *[8 if "stem" not in operation else 20] * 2)
+    state = training_state(model, x)
+    state |= {f"eval, {name}": value for name, value in training_state(model.eval(), x).items()}
     observers = {name: module for name, module in model.named_modules() if isinstance(module, Observer)}
     return state | {f"{name}.calls": torch.tensor(observer.calls) for name, observer in observers.items()}
 
@@ -1331,7 +1373,9 @@ def replicate(model: nn.Module, copies: int) -> list[nn.Module]:
 
 
 @each_mode
-@pytest.mark.parametrize("overrides", [{}, {"drop_rate": 0.0, "bn_size": None}], ids=["bottleneck", "basic"])
+@pytest.mark.parametrize(
+    "overrides", [{}, {"bn_size": None}, {"small_inputs": False}], ids=["bottleneck", "basic", "imagenet_stem"]
+)
 def test_data_parallel_replicas(mode, overrides):
     """Two replicas at once in threads, a backward through both. Kills: shared storage or weights between replicas.
 
@@ -1340,7 +1384,7 @@ def test_data_parallel_replicas(mode, overrides):
 
     def run(model):
         for step in range(3):
-            x = images(6, 3, 8, 8, seed=step)
+            x = images(6, 3, 16, 16, seed=step)
             replicas, outputs = replicate(model, 2), [None, None]
             assert not list(replicas[0].parameters())
 
