@@ -155,7 +155,8 @@ def assert_same(expected: dict, actual: dict, tolerance: float = 1e-10, running:
         error = (want.detach() - got.detach()).abs().max().item() if want.numel() else 0.0
         if not error <= bound:  # a NaN is a fault too
             faults.append(f"{name}: differs by {error:.2e}, allowed {bound:.2e}")
-    assert not faults, f"{len(faults)} of {len(expected)} entries differ from the plain path:\n" + "\n".join(faults[:12])
+    summary = f"{len(faults)} of {len(expected)} entries differ from the plain path:"
+    assert not faults, "\n".join((summary, *faults[:12]))
 
 
 def assert_trains_like(expected: nn.Module, actual: nn.Module, inputs: Tensor, tolerance: float = 1e-10, **kwargs):
@@ -189,10 +190,10 @@ def assert_as_accurate(*draws: tuple[dict, dict, dict], factor: float = 2) -> No
             own, theirs = ((state[name].double() - exact[name]).norm().item() for state in (plain, actual))
             size = max(exact[name].norm().item(), 1e-6)
             ratio = (theirs / size + floor) / (own / size + floor)
-            kind = "all gradients" if name.endswith(".grad") else "all statistics" if "running_" in name else "all values"
+            kind = "gradients" if name.endswith(".grad") else "statistics" if "running_" in name else "values"
             parts = name.partition(": ")[2].split(".")
             role = re.sub(r"\d", "", ".".join(parts[-3:] if parts[-1] == "grad" else parts[-2:]))
-            for group in (kind, role):
+            for group in (f"all {kind}", role):
                 found.setdefault(group, []).append(ratio)
     ratios = {group: statistics.median(of_group) for group, of_group in found.items()}
     faults = [

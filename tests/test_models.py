@@ -40,7 +40,7 @@ def on_meta(builder, *args, **kwargs):
         return builder(*args, **kwargs)
 
 
-# --- torchvision as oracle ---------------------------------------------------------------------------------------------
+# --- torchvision as oracle ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -106,7 +106,7 @@ def test_densenet121_gives_torchvisions_logits():
     theirs.load_state_dict(ours.state_dict(), strict=True)
 
 
-# --- shapes ------------------------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_keys_are_the_same_in_every_mode(overrides):
         assert [(k, v.shape, v.dtype) for k, v in toy(mode, **overrides).state_dict().items()] == expected
 
 
-# --- the mode in force -------------------------------------------------------------------------------------------------
+# --- the mode in force ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_plan_names_what_steps_aside_and_why(mode):
     assert second.reason in repr(model)
 
 
-# --- errors --------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,8 @@ def test_least_size(overrides, least, mode):
     dims = overrides.get("spatial_dims", 2)
     assert model(images(2, 3, *[least] * dims)).shape == (2, 5)
     if least > 1:
-        for small in {(least - 1,) * dims, (*(least,) * (dims - 1), least - 1), (least - 1, *(least + 3,) * (dims - 1))}:
+        wide = (least + 3,) * (dims - 1)
+        for small in {(least - 1,) * dims, (*wide, least - 1), (least - 1, *wide)}:
             with pytest.raises(ValueError, match=rf"\b{least}\b") as caught:
                 model(images(2, 3, *small))
             assert "\n" not in str(caught.value) and str(small[-1]) in str(caught.value)

@@ -1,4 +1,4 @@
-"""Every efficient mode against the plain path: the same numbers for every shape, layout, precision and set of gradients.
+"""Every efficient mode against the plain path: the same numbers for all shapes, layouts, precisions, sets of gradients.
 
 Each test names the mutation it kills.
 """
@@ -78,7 +78,7 @@ def plain_state(shape: str, training: bool, steps: int) -> dict:
 @each_mode
 @each_shape
 def test_three_steps_equal_the_plain_path(mode, shape):
-    """Kills: any missing or wrong gradient, statistics moved twice, dropout drawn anew, a reused buffer's old content."""
+    """Kills: a missing or wrong gradient, statistics moved twice, dropout drawn anew, a buffer's old content."""
     overrides, size = SHAPES[shape]
     assert_same(plain_state(shape, True, 3), training_state(toy(mode, **overrides), images(*size), steps=3))
 
@@ -284,7 +284,7 @@ def test_blocks_take_inputs_of_any_layout(mode):
 @pytest.mark.parametrize("spatial_dims", [1, 2, 3])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_ties_in_the_stems_pooling(mode, spatial_dims, training):
-    """Flat images, as scans have them: the first of equal values gets the gradient. Kills: another one, or all of them."""
+    """Flat images, as scans have them: the first of equal values gets the gradient. Kills: another one, or all."""
     model = toy(small_inputs=False, spatial_dims=spatial_dims, block_config=(1, 1)).train(training)
     x = images(3, 3, *[18] * spatial_dims).round()
     x[..., 5:] = 1.0
@@ -351,7 +351,7 @@ def test_draws_between_forward_and_backward_do_not_matter(mode):
     assert_same(*states)
 
 
-# --- frozen parts ------------------------------------------------------------------------------------------------
+# --- frozen parts ---------------------------------------------------------------------------------------------------
 
 FROZEN = {
     "nothing": lambda name: False,
@@ -449,7 +449,7 @@ def test_no_graph_where_nothing_is_asked_for(mode):
     assert not model(images()).requires_grad
 
 
-# --- switching ---------------------------------------------------------------------------------------------------
+# --- switching ------------------------------------------------------------------------------------------------------
 
 
 @each_mode
@@ -504,11 +504,11 @@ def test_growing_and_shrinking_batches(mode):
     assert_trains_like(model, other, images().float(), tolerance=1e-3)
 
 
-# --- checkpoint: how it is done ----------------------------------------------------------------------------------
+# --- checkpoint: how it is done -------------------------------------------------------------------------------------
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that run, by name without overload; concatenations where they join feature maps, not vectors.
+    """Counts the operators that run, by name without overload; concatenations only where they join feature maps.
 
     ``applied`` counts how often weights of given shapes are applied forward, as convolutions or, 1x1, as products.
     """

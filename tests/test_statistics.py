@@ -301,6 +301,26 @@ def test_two_forwards_with_cumulative_average(mode):
 
 
 @each_mode
+def test_statistics_moved_between_forward_and_backward(mode):
+    """A forward that moves them between another forward and its backward leaves the latter's gradients as they were.
+
+    Of ``norm1`` alone: torch's own norms, which the checkpoint mode calls for the rest, do read what has moved.
+    Kills: running statistics that the backward reads from the module.
+    """
+    model = toy().eval()
+    states = []
+    for net, moved in ((model, False), (twin(model, mode), True)):
+        loss = classification_loss(net(images()))
+        if moved:
+            for layer in layers(net):
+                layer.norm1.train()
+            net(images(seed=5) + 3)
+        loss.backward()
+        states.append(gradients(net))
+    assert_same(*states)
+
+
+@each_mode
 def test_buffers_stay_the_same_tensors(mode):
     """DDP and optimizers' hooks hold on to them. Kills: buffers replaced instead of moved in place."""
     model = toy(mode)
