@@ -10,6 +10,7 @@ with its own ``gamma, beta, eps``, and moves its own running statistics with its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .storage import as_rows, channels_last_empty
-from .tiles import parts, tile_rows
+from .tiles import as_type, parts, tile_rows
 
 masked_gradient = torch.ops.aten.threshold_backward.grad_input  # (dz, z, 0, grad_input=out): dz where z > 0, else 0
 
 
 def uses_batch_statistics(norm: nn.Module) -> bool:
     """Whether this BatchNorm normalises with the batch's statistics (else with its running ones)."""
-    return norm.training or norm.running_mean is None
+    return norm.training or norm._buffers["running_mean"] is None
 
 
 @dataclass(frozen=True)
@@ -128,28 +129,42 @@ class FeatureStatistics:
         self._var = new.var if self._var is None else torch.cat((self._var, new.var))
 
 
-def move_running_statistics(norm: nn.Module, batch: Statistics, count: int) -> None:
-    """What a BatchNorm's forward does to its buffers: once per forward in training mode, nothing otherwise.
+def move_running_statistics(moves: Sequence[tuple[nn.Module, Statistics]], count: int) -> None:
+    """What BatchNorms' forwards do to their buffers: once per forward in training mode, nothing otherwise.
 
         running = (1 - f) running + f batch,   var unbiased by count / (count - 1),
 
     with ``f`` the momentum, or ``1 / num_batches_tracked`` where the momentum is ``None``.
+
+    Args:
+        moves: the norms and the batch statistics each has used. Norms of one momentum move together, by few calls.
+        count: values per channel.
     """
-    if not (norm.training and norm.track_running_stats) or norm.running_mean is None:
+    together: dict[float, list[tuple[Tensor, Tensor]]] = {}
+    counters, tracking = [], []
+    for norm, batch in moves:
+        buffers = norm._buffers  # nn.Module's own way to them is several times slower
+        mean, var, counter = (buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked"))
+        if norm.training and norm.track_running_stats and mean is not None:
+            tracking.append((norm.momentum, counter, mean, var, batch))
+            if counter is not None:
+                counters.append(counter)
+    if len({id(mean) for _, _, mean, _, _ in tracking}) < len(tracking):  # one norm in several places moves step by step
+        for move in moves:
+            move_running_statistics([move], count)
         return
-    factor = norm.momentum
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        if factor is None:
-            factor = 1.0 / float(norm.num_batches_tracked)
-    factor = 0.0 if factor is None else factor
-    norm.running_mean.lerp_(as_type(batch.mean, norm.running_mean.dtype), factor)
-    norm.running_var.lerp_(as_type(batch.var * (count / (count - 1)), norm.running_var.dtype), factor)
-
-
-def as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, at no cost where there is nothing to do."""
-    return x if x.dtype == dtype else x.to(dtype)
+    if counters:
+        torch._foreach_add_(counters, 1)
+    for momentum, counter, mean, var, batch in tracking:
+        if momentum is None:
+            momentum = 0.0 if counter is None else 1.0 / float(counter)
+        move = (mean, var, as_type(batch.mean, mean.dtype), as_type(batch.var, var.dtype))
+        together.setdefault(momentum, []).append(move)
+    for factor, lists in together.items():
+        means, variances, batch_means, batch_variances = zip(*lists, strict=True)
+        torch._foreach_lerp_(means, batch_means, factor)
+        torch._foreach_lerp_(variances, batch_variances, factor)
+        torch._foreach_add_(variances, batch_variances, alpha=factor / (count - 1))
 
 
 class FoldedNorm:
@@ -176,17 +191,23 @@ class FoldedNorm:
         """``relu(scale x + shift)`` of the rows ``x``, written to ``out``."""
         return torch.addcmul(self.shift, x, self.scale, out=out).relu_()
 
-    def correction(self, dbeta: Tensor, gamma_dgamma: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """``slope, level`` with ``dx = scale dz + slope x + level``, for batch statistics.
+    def add_correction(self, slope: Tensor, level: Tensor, dbeta: Tensor, gamma_dgamma: Tensor, count: int) -> None:
+        """Add what turns ``dx = scale dz`` into BatchNorm's gradient, ``dx = scale dz + slope x + (level - slope mean)``.
 
         Args:
+            slope, level: ``(C,)``; several norms that read the same channels may add to the same.
             dbeta: ``Σ dz``.
             gamma_dgamma: ``gamma dgamma = gamma r Σ dz (x - mean)``.
             count: m, the values per channel.
         """
-        slope = (self.r * self.r).mul_(gamma_dgamma).mul_(-1.0 / count)
-        level = (self.scale * dbeta).mul_(-1.0 / count).addcmul_(slope, self.mean, value=-1)
-        return slope, level
+        slope.addcmul_(self.r * self.r, gamma_dgamma, value=-1.0 / count)
+        level.addcmul_(self.scale, dbeta, value=-1.0 / count)
+
+    def correction(self, dbeta: Tensor, gamma_dgamma: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """``slope, level`` with ``dx = scale dz + slope x + level``; the same arguments."""
+        slope, level = torch.zeros((2, *self.mean.shape), dtype=self.mean.dtype, device=self.mean.device)
+        self.add_correction(slope, level, dbeta, gamma_dgamma, count)
+        return slope, level.addcmul_(slope, self.mean, value=-1)
 
 
 def norm_relu_reference(

@@ -42,7 +42,7 @@ def checkpointed_bottleneck(x: Tensor, statistics: FeatureStatistics, norm: nn.M
     count = x.numel() // x.shape[1]
     if uses_batch_statistics(norm):
         used = statistics.first(x.shape[1])
-        move_running_statistics(norm, used, count)
+        move_running_statistics([(norm, used)], count)
     else:
         used = Statistics.running(norm)
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .tiles import Scratch
+from .tiles import Scratch, as_type, parts
 
 UNFOLDED_BYTES = 2**22  # of scratch for unfolded gradients
 
@@ -54,20 +54,16 @@ class ConvBackward:
         weight: ``(k, C, *taps)``.
         sizes: the spatial sizes of an image.
         scratch: working memory.
-        need_input, need_weight: which gradients are wanted.
+        need_input: whether the input's gradient will be asked for.
     """
 
-    def __init__(self, weight: Tensor, sizes: tuple[int, ...], scratch: Scratch, need_input: bool, need_weight: bool):
+    def __init__(self, weight: Tensor, sizes: tuple[int, ...], scratch: Scratch, need_input: bool):
         self._k, self._channels, *self._taps = weight.shape
         self._sizes, self._scratch, self._dtype = sizes, scratch, weight.dtype
         self._weight, self._flipped = weight, None
         if need_input and len(sizes) == 2:
             self._flipped = _channels_last(weight.flip(tuple(range(2, weight.dim()))).transpose(0, 1))
-        self._unfolded = None
-        if need_weight:
-            columns = math.prod(self._taps) * self._k
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            self._unfolded = torch.zeros((columns, self._channels), dtype=dtype, device=weight.device)
+        self._unfolded: Tensor | None = None  # dW, the taps first
 
     def bordered(self, n: int) -> tuple[Tensor, Tensor]:
         """A zero-bordered buffer for ``dy`` of ``n`` images, ``(n, *(s + t - 1), k)``, and its inside, to be written."""
@@ -80,26 +76,21 @@ class ConvBackward:
 
     def add_weight(self, dy: Tensor, a: Tensor) -> None:
         """Add this tile's part of dW; ``dy`` bordered, ``a`` the rows the convolution read."""
-        lines, *rest = (
-            self._sizes
-        )  # lines of pixels, or planes of voxels: a part of an image that can be unfolded alone
-        line = math.prod(rest)
-        fitting = max(UNFOLDED_BYTES // (line * self._unfolded.shape[0] * dy.element_size()), 1)
+        lines, *rest = self._sizes  # lines of pixels, or planes of voxels: what can be unfolded alone
+        line, width = math.prod(rest), math.prod(self._taps) * self._k
+        fitting = max(UNFOLDED_BYTES // (line * width * dy.element_size()), 1)
         images = _even_parts(dy.shape[0], fitting // lines)
         step = _even_parts(lines, fitting)
-        for part, rows in zip(dy.split(images), a.split(images * lines * line), strict=True):
+        for part, rows in zip(parts(dy, images), parts(a, images * lines * line), strict=True):
             for first in range(0, lines, step):
                 count = min(step, lines - first)
                 within = part.narrow(1, first, count + self._taps[0] - 1)
-                unfolded = self._scratch.take(
-                    "gradients", (part.shape[0], count, *rest, *self._taps, self._k), dy.dtype
-                )
-                strides = within.stride()
-                unfolded.copy_(
-                    within.as_strided(unfolded.shape, (*strides[:-1], *strides[1:-1], 1), within.storage_offset())
-                )
                 some = rows if count == lines else rows.narrow(0, first * line, count * line)
-                accumulate_product(self._unfolded, unfolded.view(some.shape[0], -1).t(), some)
+                unfolded = self._scratch.take("gradients", some.shape[0], width, dy.dtype)
+                shape, strides = (part.shape[0], count, *rest, *self._taps, self._k), within.stride()
+                windows = within.as_strided(shape, (*strides[:-1], *strides[1:-1], 1), within.storage_offset())
+                unfolded.view(shape).copy_(windows)
+                self._unfolded = add_product(self._unfolded, unfolded.t(), some)
 
     def input(self, dy: Tensor, inside: Tensor, a: Tensor) -> Tensor:
         """``da`` of this tile as rows, ``(n·hw, C)``; ``dy`` bordered, so that in 2-D no padding is left to do."""
@@ -113,10 +104,11 @@ class ConvBackward:
         return da.movedim(1, -1).reshape(-1, self._channels)
 
     def weight(self) -> Tensor:
-        """dW, ``(k, C, *taps)``, in float32 or wider, when all tiles have been added."""
+        """dW, ``(k, C, *taps)`` in the weight's layout, in float32 or wider, when all tiles have been added."""
         d = len(self._taps)
         taps_first = self._unfolded.view(*self._taps, self._k, self._channels).flip(tuple(range(d)))
-        return taps_first.permute(d, d + 1, *range(d))
+        dweight = torch.empty_like(self._weight, dtype=self._unfolded.dtype)
+        return dweight.copy_(taps_first.permute(d, d + 1, *range(d)))
 
 
 def _even_parts(total: int, most: int) -> int:
@@ -124,9 +116,10 @@ def _even_parts(total: int, most: int) -> int:
     return math.ceil(total / math.ceil(total / max(most, 1)))
 
 
-def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in the type of ``total``."""
+def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """``total + left @ right``, in place and in float32 or wider; None is zero."""
+    if total is None:
+        return as_type(torch.mm(left, right), torch.promote_types(left.dtype, torch.float32))
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(torch.mm(left, right))
+        return total.addmm_(left, right)
+    return total.add_(torch.mm(left, right))

@@ -39,12 +39,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch_norm import (
-    FeatureStatistics, FoldedNorm, Moments, Statistics, as_type, check_count, masked_gradient, move_running_statistics,
+    FeatureStatistics, FoldedNorm, Moments, Statistics, check_count, masked_gradient, move_running_statistics,
     uses_batch_statistics,
 )  # fmt: skip
-from .conv3x3 import ConvBackward, accumulate_product, conv_forward, forward_weight
-from .storage import FeatureBuffer, append, as_rows, channels_last_empty
-from .tiles import Scratch, fit, parts, tile_rows
+from .conv3x3 import ConvBackward, add_product, conv_forward, forward_weight
+from .modules import part, tensor
+from .storage import FeatureBuffer, append, as_rows, channels_last_empty, columns
+from .tiles import Scratch, as_type, fit, parts, tile_rows
 
 # gamma dgamma = Σ W dW - beta dbeta loses log2(|beta dbeta| / |gamma dgamma|) bits; beyond this ratio it is summed directly.
 LEAST_GAMMA_OVER_BETA = 0.02
@@ -194,7 +195,7 @@ class _Pass:
         return self.step(width, self.image)
 
     def take(self, name: str, rows: int, width: int) -> Tensor:
-        return self.scratch.take(name, (rows, width), self.dtype)
+        return self.scratch.take(name, rows, width, self.dtype)
 
     def cast(self, weight: Tensor) -> Tensor:
         return as_type(weight, self.dtype)
@@ -204,7 +205,7 @@ def _conv1_forward(
     run: _Pass, x: Tensor, norm: FoldedNorm, weight: Tensor, out: Tensor, moments: Moments | None
 ) -> None:
     """``out = relu(norm(x)) W1ᵀ``."""
-    transposed = run.cast(weight).flatten(1).t().contiguous()
+    transposed = run.cast(weight).flatten(1).t()
     step = run.step(x.shape[1])
     scratch = run.take("activations", step, x.shape[1])
     for x_tile, b_tile in zip(parts(x, step), parts(out, step), strict=True):
@@ -219,13 +220,14 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
     run = _Pass(buffer.tensor)
     rows, count = run.rows, run.rows.shape[0]
     statistics = FeatureStatistics(buffer.tensor)
+    moves = []
 
     def fold(norm: NormCall, gamma: Tensor, beta: Tensor, moments: Moments | None = None) -> FoldedNorm:
         used = None
         if norm.batch:
             check_count(count, tuple(buffer.tensor.shape))
             used = statistics.first(channels) if moments is None else moments.statistics()
-            move_running_statistics(norm.module, used, count)
+            moves.append((norm.module, used))
         return norm.fold(gamma, beta, used)
 
     reads_batch = any(layer.norm1.batch for layer in call.layers) or bool(call.tail and call.tail.norm.batch)
@@ -233,7 +235,7 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
     groups, tail_parameters = call.split(parameters)
     for layer, p in zip(call.layers, groups, strict=True):
         layer_kept = _KeptLayer(fold(layer.norm1, p[0], p[1]))
-        source, norm = rows[:, :channels], layer_kept.norm1
+        source, norm = columns(rows, 0, channels), layer_kept.norm1
         if layer.norm2 is not None:
             width = p[2].shape[0]
             if keep and call.keep_conv1:
@@ -256,26 +258,28 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
             noise = parts(noise, step)
         weight = forward_weight(run.cast(p[-1]))
         scratch = run.take("activations", step, width)
-        new = rows[:, channels : channels + k]
+        new = columns(rows, channels, channels + k)
         moments = Moments()
         for x, y, factor in zip(parts(source, step), parts(new, step), noise):  # noqa: B905 - noise may repeat without end
             a = norm.relu(x, out=fit(scratch, x.shape[0]))
             conv = conv_forward(a, weight, run.sizes)
             if factor is None:
-                y.copy_(conv[:, :k])
+                y.copy_(columns(conv, 0, k))
                 if reads_batch:
                     moments.add(conv)  # contiguous and hot, unlike y
             else:
-                torch.mul(conv[:, :k], factor, out=y)
+                torch.mul(columns(conv, 0, k), factor, out=y)
             del conv  # before the next tile's is made
         if reads_batch and not layer.drop_rate:
             statistics.extend(channels, k, moments.statistics())
         channels += k
         kept.layers.append(layer_kept)
 
+    if call.tail is not None:
+        kept.tail = fold(call.tail.norm, *tail_parameters[:2])
+    move_running_statistics(moves, count)
     if call.tail is None:
         return buffer.first(channels), kept
-    kept.tail = fold(call.tail.norm, *tail_parameters[:2])
     if call.tail.pool is None:
         out = channels_last_empty(run.features, channels)
         out_rows = as_rows(out)
@@ -351,17 +355,17 @@ class _GradientSums:
     """``dbeta`` and ``gamma dgamma`` of one BatchNorm, summed over the tiles."""
 
     def __init__(self, norm: FoldedNorm, short_cut: bool):
-        self._norm = norm
-        self.dbeta = torch.zeros_like(norm.mean)
-        self._direct = None
-        if not short_cut:
-            self._direct = torch.zeros_like(norm.mean)
+        self._norm, self._short_cut = norm, short_cut
+        self.dbeta: Tensor | None = None
+        self._direct: Tensor | None = None
 
     def add(self, dz: Tensor, x: Tensor) -> None:
         """A tile's masked gradient, and the rows the norm read."""
-        self.dbeta += dz.sum(0, dtype=self.dbeta.dtype)
-        if self._direct is not None:
-            self._direct += torch.sub(x, self._norm.mean).mul_(dz).sum(0)
+        dbeta = dz.sum(0, dtype=self._norm.mean.dtype)
+        self.dbeta = dbeta if self.dbeta is None else self.dbeta.add_(dbeta)
+        if not self._short_cut:
+            direct = torch.sub(x, self._norm.mean).mul_(dz).sum(0)
+            self._direct = direct if self._direct is None else self._direct.add_(direct)
 
     def finish(self, product: Tensor | None) -> tuple[Tensor, Tensor]:
         """``dgamma`` and ``gamma dgamma``, given ``Σ W dW`` per channel for the short cut."""
@@ -421,29 +425,33 @@ class _Backward:
         self.slope = torch.zeros(total, dtype=dtype, device=features.device)
         self.level = torch.zeros_like(self.slope)
         norms = [n for k in kept.layers for n in (k.norm1, k.norm2) if n is not None]
-        self.corrects = any(norm.batch for norm in norms) or bool(kept.tail and kept.tail.batch)
+        readers = [norm for norm in (*(k.norm1 for k in kept.layers), kept.tail) if norm is not None and norm.batch]
+        # Batch means of the channels; of those that no norm has read there is none, and no correction.
+        self.mean = max((norm.mean for norm in readers), key=len, default=None)
         self.accurate = _accurate_short_cuts(self.run, norms if kept.tail is None else [*norms, kept.tail])
 
     def gradient(self, start: int, stop: int) -> Tensor:
         """The columns of G for these channels."""
-        return self.g_rows[:, start - self.first : stop - self.first]
+        return columns(self.g_rows, start - self.first, stop - self.first)
 
     def defer(self, norm: FoldedNorm, sums: _GradientSums, gamma_dgamma: Tensor) -> None:
         """Note BatchNorm's correction for the channels it read; :meth:`write_gradient` applies it."""
         if norm.batch:
-            slope, level = norm.correction(sums.dbeta, gamma_dgamma, self.run.rows.shape[0])
-            self.slope[: slope.shape[0]] += slope
-            self.level[: level.shape[0]] += level
+            channels, count = norm.mean.shape[0], self.run.rows.shape[0]
+            norm.add_correction(self.slope[:channels], self.level[:channels], sums.dbeta, gamma_dgamma, count)
 
     def write_gradient(self, start: int, stop: int, step: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """For every tile, what writes the complete gradient of channels all of whose readers are done to a given place."""
-        slope, level = self.slope[start:stop], self.level[start:stop]
+        corrects = self.mean is not None and stop <= self.mean.shape[0]
+        if corrects:
+            slope = self.slope[start:stop]
+            level = self.level[start:stop].addcmul_(slope, self.mean[start:stop], value=-1)
         for x, g in zip(
-            parts(self.run.rows[:, start:stop], step), parts(self.gradient(start, stop), step), strict=True
+            parts(columns(self.run.rows, start, stop), step), parts(self.gradient(start, stop), step), strict=True
         ):
 
             def write(out: Tensor, x: Tensor = x, g: Tensor = g) -> Tensor:
-                if not self.corrects:  # nothing to add, and zero times an infinite feature would not be nothing
+                if not corrects:  # nothing to add, and zero times an infinite feature would not be nothing
                     return out.copy_(g.view(out.shape))
                 return torch.addcmul(level, x.view(out.shape), slope, out=out).add_(g.view(out.shape))
 
@@ -464,10 +472,8 @@ class _Backward:
         if call.pool is not None:
             pooling = _Pooling(run, call.pool)
             weight = run.cast(self.tail_parameters[2]).flatten(1) / pooling.window
-            if need_weight[0]:
-                dw = torch.zeros_like(weight, dtype=self.slope.dtype)
         need_sums = need_gamma or need_beta or (need_dx and norm.batch)
-        sums = _GradientSums(norm, dw is not None and norm in self.accurate) if need_sums else None
+        sums = _GradientSums(norm, any(need_weight) and norm in self.accurate) if need_sums else None
         step = run.image_step(total)
         scratch = run.take("activations", step, total)
         grad_step = step if pooling is None else pooling.pooled(step)
@@ -478,8 +484,8 @@ class _Backward:
             if pooling is None:
                 dz = masked_gradient(dout, z, 0, grad_input=z)
             else:
-                if dw is not None:
-                    accumulate_product(dw, dout.t(), pooling.sums(z))
+                if need_weight[0]:
+                    dw = add_product(dw, dout.t(), pooling.sums(z))
                 if not (need_sums or need_dx):
                     continue
                 dp = torch.mm(dout, weight, out=run.take("gradients", dout.shape[0], total))
@@ -507,13 +513,13 @@ class _Backward:
         if not (need_dx or any(need)):
             return (None,) * len(need)
         if call.norm2 is None:
-            return self._neighbourhood(i, run.rows[:, :start], kept.norm1, p, need, need_dx, sink=None)
+            return self._neighbourhood(i, columns(run.rows, 0, start), kept.norm1, p, need, need_dx, sink=None)
 
         width = p[2].shape[0]
         b = kept.conv1
         if b is None:
             b = run.take("b", run.rows.shape[0], width)
-            _conv1_forward(run, run.rows[:, :start], kept.norm1, p[2], b, None)
+            _conv1_forward(run, columns(run.rows, 0, start), kept.norm1, p[2], b, None)
         need_db = need_dx or any(need[:3])
         da = run.take("da", run.rows.shape[0], width) if need_db else None
         second = self._neighbourhood(i, b, kept.norm2, p[3:], need[3:], need_db, sink=da)
@@ -532,7 +538,7 @@ class _Backward:
         k, width = weight.shape[:2]
         need_sums = need_gamma or need_beta or (need_dx and norm.batch)
         need_input = need_sums or need_dx
-        conv = ConvBackward(run.cast(weight), run.sizes, run.scratch, need_input, need_weight)
+        conv = ConvBackward(run.cast(weight), run.sizes, run.scratch, need_input)
         sums = _GradientSums(norm, need_weight and norm in self.accurate) if need_sums else None
         step = run.image_step(width)
         noise = itertools.repeat(None)
@@ -585,14 +591,14 @@ class _Backward:
         need_gamma, need_beta, need_weight = need
         need_sums = need_gamma or need_beta or (need_dx and norm.batch)
         matrix = run.cast(weight).flatten(1)
-        dw = torch.zeros((start, matrix.shape[0]), dtype=self.slope.dtype, device=run.device) if need_weight else None
+        dw = None
         sums = _GradientSums(norm, need_weight and norm in self.accurate) if need_sums else None
         width, first = matrix.shape[0], self.first
         step = run.step(start)
         z_scratch, dz_scratch = run.take("activations", step, start), run.take("gradients", step, start)
         db_scratch = run.take("db", step, width)
         places = parts(self.gradient(first, start), step) if need_dx else itertools.repeat(None)
-        sources = (parts(run.rows[:, :start], step), parts(b, step), parts(da, step), places)
+        sources = (parts(columns(run.rows, 0, start), step), parts(b, step), parts(da, step), places)
         for x, b_tile, da_tile, g in zip(*sources):  # noqa: B905 - places may repeat
             rows = x.shape[0]
             db = fit(db_scratch, rows)
@@ -603,7 +609,7 @@ class _Backward:
                 torch.mul(da_tile, norm2.scale, out=db)
             z = norm.relu(x, out=fit(z_scratch, rows))
             if need_weight:
-                accumulate_product(dw, z.t(), db)
+                dw = add_product(dw, db.t(), z)
             if not (need_sums or need_dx):
                 continue
             dz = torch.mm(db, matrix, out=fit(dz_scratch, rows))
@@ -614,14 +620,14 @@ class _Backward:
                 g.addcmul_(dz[:, first:] if first else dz, norm.scale[first:])
         dgamma = None
         if sums is not None:
-            product = (dw.t() * matrix).sum(0) if need_weight else None
+            product = (dw * matrix).sum(0) if need_weight else None
             dgamma, gamma_dgamma = sums.finish(product)
             if need_dx:
                 self.defer(norm, sums, gamma_dgamma)
         return (
             dgamma if need_gamma else None,
             sums.dbeta if need_beta else None,
-            dw.t().reshape(weight.shape) if need_weight else None,
+            dw.view_as(weight) if need_weight else None,
         )
 
     def input(self) -> Tensor:
@@ -704,10 +710,14 @@ def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype:
 
 def layer_call(layer: nn.Module) -> tuple[LayerCall, list[Tensor]]:
     """How a dense layer runs just now, and its parameters."""
+
+    def parameters(norm: nn.Module, conv: nn.Module) -> list[Tensor]:
+        return [tensor(norm, "weight"), tensor(norm, "bias"), tensor(conv, "weight")]
+
     drop_rate = layer.drop_rate if layer.training else 0.0
-    parameters = [layer.norm1.weight, layer.norm1.bias, layer.conv1.weight]
-    norm2 = None
-    if layer.has_bottleneck:
-        norm2 = NormCall.of(layer.norm2)
-        parameters += [layer.norm2.weight, layer.norm2.bias, layer.conv2.weight]
-    return LayerCall(NormCall.of(layer.norm1), norm2, drop_rate), parameters
+    norm, conv = part(layer, "norm1"), part(layer, "conv1")
+    first, taken = NormCall.of(norm), parameters(norm, conv)
+    if not layer.has_bottleneck:
+        return LayerCall(first, None, drop_rate), taken
+    norm, conv = part(layer, "norm2"), part(layer, "conv2")
+    return LayerCall(first, NormCall.of(norm), drop_rate), taken + parameters(norm, conv)

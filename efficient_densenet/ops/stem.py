@@ -119,7 +119,7 @@ def norm_relu_max_pool(x: Tensor, norm: nn.Module, pool: nn.Module) -> Tensor:
         rows = as_rows(x.detach())
         check_count(rows.shape[0], tuple(x.shape))
         statistics = batch_statistics(rows)
-        move_running_statistics(norm, statistics, rows.shape[0])
+        move_running_statistics([(norm, statistics)], rows.shape[0])
     else:
         statistics = Statistics.running(norm)
     out = _NormReLUMaxPool.apply(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -30,31 +29,30 @@ def fit(scratch: Tensor, rows: int) -> Tensor:
     return scratch if scratch.shape[0] == rows else scratch[:rows]
 
 
+def as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, at no cost where there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class Scratch:
     """Working memory of one pass over a block: each name is one allocation, grown on demand and used again."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._flat: dict[str, Tensor] = {}
-        self._last: dict[str, Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised contiguous tensor, valid until the same name is taken again."""
-        last = self._last.get(name)
-        if last is not None and last.shape == shape and last.dtype == dtype:
-            return last
-        size = math.prod(shape)
+    def take(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised ``(rows, width)`` matrix, valid until the same name is taken again."""
+        size = rows * width
         flat = self._flat.get(name)
         if flat is None or flat.numel() < size or flat.dtype != dtype:
-            flat = last = None  # first give the old one back
+            flat = None  # first give the old one back
             self._flat.pop(name, None)
-            self._last.pop(name, None)
             flat = self._flat[name] = torch.empty(size, dtype=dtype, device=self._device)
-        view = self._last[name] = flat[:size].view(shape)
-        return view
+        return flat.as_strided((rows, width), (width, 1))
 
     def take_zeroed(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Like :meth:`take`, but zero when the name is taken in this shape for the first time, and as it was left after."""
+        """A tensor that is zero when the name is taken in this shape for the first time, and as it was left after."""
         flat = self._flat.get(name)
         if flat is None or flat.shape != shape or flat.dtype != dtype:
             flat = self._flat[name] = torch.zeros(shape, dtype=dtype, device=self._device)
@@ -63,4 +61,3 @@ class Scratch:
     def clear(self) -> None:
         """Give all of it back."""
         self._flat.clear()
-        self._last.clear()
