@@ -67,6 +67,8 @@ def prepare(config, world, say):
     images = data.load(config, world, config.seed)
     facts = images.facts
     model = build_model(config, images.num_classes, images.in_channels).to(world.device)
+    if config.sync_bn:
+        model = efficient_densenet.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if min(facts["image_size"]) < model.min_size:

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.batch_norm import FeatureStatistics
+from ..ops.batch_norm import FeatureStatistics, synchronised_over, uses_batch_statistics
 from ..ops.bottleneck import checkpointed_bottleneck
 from ..ops.dense_block import BlockCall, NormCall, TailCall, fused_block, layer_call
 from ..ops.modules import (
-    is_hooked, why_no_final_norm, why_no_transition, why_not_fused, why_not_recomputed, why_plain,
+    is_hooked, part, why_no_final_norm, why_no_transition, why_not_fused, why_not_recomputed, why_plain,
 )  # fmt: skip
 from ..ops.storage import FeatureBuffer, append, is_channels_last
 
@@ -186,8 +186,15 @@ class DenseBlock(nn.ModuleDict):
             if why_no_final_norm(tail):
                 return None
             call, parameters = TailCall(NormCall.of(tail), None), [tail.weight, tail.bias]
+        if len(self._process_groups() | call.norm.groups) > 1:
+            return None
         run = functools.partial(self._fused, tail=call, tail_parameters=parameters, keep_conv1=keep_conv1)
         return _run_outside_the_compiler(run, x) if torch.compiler.is_compiling() else run(x)
+
+    def _process_groups(self) -> set:
+        """Over which processes the norms take batch statistics; for the block function it must be one choice."""
+        norms = [part(layer, name) for layer in self.values() for name in ("norm1", "norm2")[: 1 + layer.has_bottleneck]]
+        return {synchronised_over(norm) for norm in norms if uses_batch_statistics(norm)}
 
     def _fused(
         self, x: Tensor, tail: TailCall | None = None, tail_parameters: Sequence[Tensor] = (), keep_conv1: bool = False
@@ -219,7 +226,7 @@ class DenseBlock(nn.ModuleDict):
         """The reference without concatenation and without what can be rebuilt: every layer reads one shared buffer."""
         channels = x.shape[1] + sum(layer.growth_rate for layer in self.values())
         buffer = FeatureBuffer(x, channels, x.dtype)
-        statistics = FeatureStatistics(buffer.tensor)
+        statistics = functools.cache(functools.partial(FeatureStatistics, buffer.tensor))  # by group of processes
         features = append(None, x, buffer)
         layout = torch.preserve_format if any(map(is_channels_last, self.parameters())) else torch.contiguous_format
         for layer in self.values():
@@ -235,7 +242,7 @@ class DenseBlock(nn.ModuleDict):
             dtype = torch.promote_types(new.dtype, features.dtype)
             if dtype != features.dtype:  # under autocast, or behind a module of another type: promote, as cat does
                 buffer = FeatureBuffer(x, channels, dtype)
-                statistics = FeatureStatistics(buffer.tensor)
+                statistics = functools.cache(functools.partial(FeatureStatistics, buffer.tensor))
                 features = append(None, features, buffer)
             features = append(features, new, buffer)
         return features
@@ -259,6 +266,8 @@ class DenseBlock(nn.ModuleDict):
             return BlockPlan(name, asked, "naive", foreign if len(self) else "no layers")
         if asked != "checkpoint":
             reasons = [f"{key}: {why}" for key, layer in self.items() if (why := why_not_fused(layer))]
+            if not reasons and len(self._process_groups()) > 1:
+                reasons = ["its norms take their statistics over different processes"]
             if not reasons:
                 runs = "fused" if asked == "auto" else asked
                 return BlockPlan(name, asked, runs, keeps_conv1=keeps_conv1 or runs == "fused")

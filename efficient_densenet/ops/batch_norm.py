@@ -6,6 +6,9 @@ takes them once, when the channel is written. Each layer then only scales and sh
     r = 1 / sqrt(var + eps),   scale = gamma r,   shift = beta - mean scale,   z = relu(scale x + shift),
 
 with its own ``gamma, beta, eps``, and moves its own running statistics with its own momentum, once per forward.
+
+Where BatchNorm is synchronised, the statistics are those of the batches of all processes, and so are the sums in its
+gradient; an :class:`Exchange` puts both together.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,6 +30,16 @@ masked_gradient = torch.ops.aten.threshold_backward.grad_input  # (dz, z, 0, gra
 def uses_batch_statistics(norm: nn.Module) -> bool:
     """Whether this BatchNorm normalises with the batch's statistics (else with its running ones)."""
     return norm.training or norm._buffers["running_mean"] is None
+
+
+def synchronised_over(norm: nn.Module) -> dist.ProcessGroup | None:
+    """The processes over which this BatchNorm takes its batch statistics; None where it takes its own."""
+    if "process_group" not in norm.__dict__ or not norm.training:  # torch's SyncBatchNorm and this library's have it
+        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = norm.process_group or dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -74,10 +88,57 @@ class Moments:
             _, mean, var = self._tiles[0]
             return Statistics(mean, var)
         counts, means, variances = zip(*self._tiles, strict=True)
-        means, variances = torch.stack(means), torch.stack(variances)
-        share = torch.tensor(counts, dtype=means.dtype, device=means.device).div_(sum(counts))
-        mean = share @ means
-        return Statistics(mean, share @ (variances + (means - mean).square_()))
+        return _merged(counts, torch.stack(means), torch.stack(variances))
+
+
+def _merged(counts: Sequence[int], means: Tensor, variances: Tensor) -> Statistics:
+    """Statistics of the union of several sets of values from those of each, ``(sets, C)``."""
+    share = torch.tensor(counts, dtype=means.dtype, device=means.device).div_(sum(counts))
+    mean = share @ means
+    return Statistics(mean, share @ (variances + (means - mean).square_()))
+
+
+class Exchange:
+    """What the processes of a group tell each other in one forward and backward pass; nothing where there is no group.
+
+    All of them take part in every call, in the same order. A backward pass exchanges its own sums, never statistics
+    again.
+
+    Args:
+        group: the processes, or None for this one alone.
+        rows: values per channel in this process's batch.
+        device: where the tensors are.
+
+    Attributes:
+        count: values per channel in all batches together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rows: int, device: torch.device):
+        self.group = group
+        self._counts = [rows]
+        if group is not None:
+            counts = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(counts, torch.tensor([rows], device=device), group=group)
+            self._counts = torch.cat(counts).tolist()
+        self.count = sum(self._counts)
+
+    def statistics(self, own: Statistics) -> Statistics:
+        """The statistics of all batches from those of each: the same bits on every process."""
+        if self.group is None:
+            return own
+        flat = torch.cat((own.mean, own.var))
+        gathered = [torch.empty_like(flat) for _ in self._counts]
+        dist.all_gather(gathered, flat, group=self.group)
+        means, variances = torch.stack(gathered).chunk(2, 1)
+        return _merged(self._counts, means, variances)
+
+    def sums(self, *own: Tensor) -> Sequence[Tensor]:
+        """The sums over the processes, of vectors ``(C,)``."""
+        if self.group is None:
+            return own
+        flat = torch.cat(own)
+        dist.all_reduce(flat, group=self.group)
+        return flat.split([len(t) for t in own])
 
 
 def batch_statistics(rows: Tensor) -> Statistics:
@@ -99,18 +160,19 @@ def check_count(count: int, shape: tuple[int, ...]) -> None:
 
 
 class FeatureStatistics:
-    """The batch statistics of a buffer's channels, each taken once, when the first layer asks for them."""
+    """The batch statistics of a buffer's channels, each taken (and exchanged) once, when the first layer asks for them."""
 
-    def __init__(self, features: Tensor):
+    def __init__(self, features: Tensor, group: dist.ProcessGroup | None = None):
         self._shape = features.shape
         self._rows = as_rows(features)
+        self.exchange = Exchange(group, self._rows.shape[0], features.device)
         self._mean: Tensor | None = None
         self._var: Tensor | None = None
 
     def first(self, channels: int) -> Statistics:
         """The statistics of the first ``channels`` channels, which must have been written by now."""
         if self._known < channels:
-            check_count(self._rows.shape[0], (self._shape[0], channels, *self._shape[2:]))
+            check_count(self.exchange.count, (self._shape[0], channels, *self._shape[2:]))
             self._append(batch_statistics(self._rows[:, self._known : channels]))
         return Statistics(self._mean[:channels], self._var[:channels])
 
@@ -124,6 +186,7 @@ class FeatureStatistics:
         return 0 if self._mean is None else self._mean.shape[0]
 
     def _append(self, new: Statistics) -> None:
+        new = self.exchange.statistics(new)
         # New vectors, not slices of one: what autograd has saved of the old ones stays untouched.
         self._mean = new.mean if self._mean is None else torch.cat((self._mean, new.mean))
         self._var = new.var if self._var is None else torch.cat((self._var, new.var))
@@ -203,46 +266,101 @@ class FoldedNorm:
         slope.addcmul_(self.r * self.r, gamma_dgamma, value=-1.0 / count)
         level.addcmul_(self.scale, dbeta, value=-1.0 / count)
 
-    def correction(self, dbeta: Tensor, gamma_dgamma: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """``slope, level`` with ``dx = scale dz + slope x + level``; the same arguments."""
+    def correction(self, dbeta: Tensor, gamma_dgamma: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        """``slope, level`` with ``dx = scale dz + slope x + level``, from this process's sums."""
         slope, level = torch.zeros((2, *self.mean.shape), dtype=self.mean.dtype, device=self.mean.device)
-        self.add_correction(slope, level, dbeta, gamma_dgamma, count)
+        self.add_correction(slope, level, dbeta, gamma_dgamma, exchange.count)
+        slope, level = exchange.sums(slope, level)
         return slope, level.addcmul_(slope, self.mean, value=-1)
 
 
-def norm_relu_reference(
-    x: Tensor, gamma: Tensor, beta: Tensor, statistics: Statistics, eps: float, batch: bool
+class _SumOverProcesses(torch.autograd.Function):
+    """The sum of the processes' tensors. Each of their losses depends on it, and so does its gradient on each of them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOverProcesses.apply(grad.contiguous(), ctx.group), None
+
+
+def synchronised_batch_norm(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, group: dist.ProcessGroup
+) -> tuple[Tensor, Statistics, int]:
+    """BatchNorm over the batches of all processes by torch's own operations, differentiable any number of times.
+
+    Returns:
+        ``gamma (x - mean) / sqrt(var + eps) + beta``, the statistics, and the values per channel behind them.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    dims = [d for d in range(x.dim()) if d != 1]
+    shape = [-1 if d == 1 else 1 for d in range(x.dim())]
+    count = Exchange(group, x.numel() // x.shape[1], x.device).count
+    check_count(count, tuple(x.shape))
+    mean = _SumOverProcesses.apply(wide.sum(dims), group) / count
+    centred = wide - mean.view(shape)
+    var = _SumOverProcesses.apply(centred.square().sum(dims), group) / count
+    y = centred * (var + eps).rsqrt().view(shape)
+    if gamma is not None:
+        y = y * gamma.view(shape) + beta.view(shape)
+    return y.to(x.dtype), Statistics(mean.detach(), var.detach()), count
+
+
+def batch_norm_reference(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    statistics: Statistics | None,
+    eps: float,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """``relu(batch_norm(x))`` by torch; the same arguments as :func:`norm_relu`."""
-    mean, var = (None, None) if batch else (statistics.mean.to(x.dtype), statistics.var.to(x.dtype))
-    return F.relu(F.batch_norm(x, mean, var, gamma, beta, batch, 0.0, eps))
+    """``gamma (x - mean) / sqrt(var + eps) + beta`` by torch's own operations, differentiable any number of times.
+
+    Args:
+        x: ``(N, C, *spatial)``.
+        gamma, beta: ``(C,)`` each, or ``None`` for one and zero.
+        statistics: mean and variance to normalise with, or ``None`` for those of the batch.
+        eps: added to the variance.
+        group: the processes whose batches count as one, or ``None`` for this one's alone.
+    """
+    if statistics is not None:
+        return F.batch_norm(x, statistics.mean.to(x.dtype), statistics.var.to(x.dtype), gamma, beta, False, 0.0, eps)
+    if group is None:
+        return F.batch_norm(x, None, None, gamma, beta, True, 0.0, eps)
+    return synchronised_batch_norm(x, gamma, beta, eps, group)[0]
 
 
 class _NormReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gamma, beta, mean, var, eps, batch):
-        norm = FoldedNorm(gamma, beta, Statistics(mean, var), eps, batch)
+    def forward(ctx, x, gamma, beta, mean, var, eps, exchange):
+        norm = FoldedNorm(gamma, beta, Statistics(mean, var), eps, exchange is not None)
         z = channels_last_empty(x, x.shape[1])
         rows, z_rows = as_rows(x), as_rows(z)
         step = tile_rows(z_rows.shape[0], z_rows.shape[1] * z.element_size(), x.device)
         for x_tile, z_tile in zip(parts(rows, step), parts(z_rows, step), strict=True):
             norm.relu(x_tile, out=z_tile)
         ctx.save_for_backward(x, gamma, beta, mean, var, z)
-        ctx.eps, ctx.batch = eps, batch
+        ctx.eps, ctx.exchange = eps, exchange
         return z
 
     @staticmethod
     def backward(ctx, dz):
         x, gamma, beta, mean, var, z = ctx.saved_tensors
+        exchange, batch = ctx.exchange, ctx.exchange is not None
         need_x, need_gamma, need_beta = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph: differentiate the plain formula instead
-            y = norm_relu_reference(x, gamma, beta, Statistics(mean, var), ctx.eps, ctx.batch)
+            y = norm_relu_reference(x, gamma, beta, Statistics(mean, var), ctx.eps, exchange)
             wanted = [t for t, need in zip((x, gamma, beta), (need_x, need_gamma, need_beta), strict=True) if need]
             grads = iter(torch.autograd.grad(y, wanted, dz, create_graph=True))
             return *(next(grads) if need else None for need in (need_x, need_gamma, need_beta)), None, None, None, None
 
-        norm = FoldedNorm(gamma, beta, Statistics(mean, var), ctx.eps, ctx.batch)
-        need_sums = need_gamma or need_beta or ctx.batch
+        norm = FoldedNorm(gamma, beta, Statistics(mean, var), ctx.eps, batch)
+        need_sums = need_gamma or need_beta or batch
         dx = channels_last_empty(x, x.shape[1])
         rows, z_rows, dz_rows, dx_rows = as_rows(x), as_rows(z), as_rows(dz), as_rows(dx)
         step = tile_rows(dx_rows.shape[0], dx_rows.shape[1] * dx.element_size(), x.device)
@@ -258,16 +376,26 @@ class _NormReLU(torch.autograd.Function):
         dbeta = sum_dz.to(beta.dtype) if need_beta else None
         if not need_x:
             return None, dgamma, dbeta, None, None, None, None
-        if ctx.batch:
-            slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, dx_rows.shape[0])
+        if batch:
+            slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, exchange)
         for x_tile, _, _, dx_tile in zip(*tiles, strict=True):
             dx_tile.mul_(norm.scale)
-            if ctx.batch:
+            if batch:
                 dx_tile.addcmul_(x_tile, slope).add_(level)
         return dx, dgamma, dbeta, None, None, None, None
 
 
-def norm_relu(x: Tensor, gamma: Tensor, beta: Tensor, statistics: Statistics, eps: float, batch: bool) -> Tensor:
+def norm_relu_reference(
+    x: Tensor, gamma: Tensor, beta: Tensor, statistics: Statistics, eps: float, exchange: Exchange | None
+) -> Tensor:
+    """``relu(batch_norm(x))`` by torch; the same arguments as :func:`norm_relu`."""
+    group = None if exchange is None else exchange.group
+    return F.relu(batch_norm_reference(x, gamma, beta, None if exchange else statistics, eps, group))
+
+
+def norm_relu(
+    x: Tensor, gamma: Tensor, beta: Tensor, statistics: Statistics, eps: float, exchange: Exchange | None
+) -> Tensor:
     """``relu(gamma (x - mean) / sqrt(var + eps) + beta)`` with given statistics, in tiles that stay in the cache.
 
     Equivalent to :func:`norm_relu_reference`; works on a slice of channels of a wider channels-last tensor at full speed.
@@ -277,10 +405,10 @@ def norm_relu(x: Tensor, gamma: Tensor, beta: Tensor, statistics: Statistics, ep
         gamma, beta: ``(C,)`` each, or ``None`` for one and zero.
         statistics: mean and variance of x, or running ones.
         eps: added to the variance.
-        batch: whether the statistics are those of ``x`` itself, so that gradients flow through them.
+        exchange: where the statistics are those of ``x`` itself, so that gradients flow through them; else ``None``.
 
     Shape:
         - x: ``(N, C, *spatial)``
         - returns: the same, channels-last
     """
-    return _NormReLU.apply(x, gamma, beta, statistics.mean, statistics.var, eps, batch)
+    return _NormReLU.apply(x, gamma, beta, statistics.mean, statistics.var, eps, exchange)

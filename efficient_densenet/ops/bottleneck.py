@@ -11,11 +11,15 @@ running statistics move once per training forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .batch_norm import FeatureStatistics, Statistics, move_running_statistics, norm_relu, uses_batch_statistics
+from .batch_norm import (
+    FeatureStatistics, Statistics, move_running_statistics, norm_relu, synchronised_over, uses_batch_statistics,
+)  # fmt: skip
 from .modules import CONVOLUTIONS
 
 
@@ -24,12 +28,14 @@ def bottleneck_reference(x: Tensor, norm: nn.Module, relu: nn.Module, conv: nn.M
     return conv(relu(norm(x)))
 
 
-def checkpointed_bottleneck(x: Tensor, statistics: FeatureStatistics, norm: nn.Module, conv: nn.Module) -> Tensor:
+def checkpointed_bottleneck(
+    x: Tensor, statistics: Callable[..., FeatureStatistics], norm: nn.Module, conv: nn.Module
+) -> Tensor:
     """``conv(relu(norm(x)))``, keeping ``x`` and rebuilding the rest in the backward pass.
 
     Args:
         x: the features so far, a view of the block's buffer.
-        statistics: the batch statistics of the buffer's channels, taken once for all layers.
+        statistics: gives the batch statistics of the buffer's channels over a group of processes, taken once for all layers.
         norm: a BatchNorm for which :func:`~.modules.why_not_recomputed` has no objection; its running statistics move here.
         conv: the convolution behind it.
 
@@ -39,17 +45,18 @@ def checkpointed_bottleneck(x: Tensor, statistics: FeatureStatistics, norm: nn.M
 
     Source: Pleiss et al., Memory-Efficient Implementation of DenseNets, arXiv:1707.06990, section 3.
     """
-    count = x.numel() // x.shape[1]
+    exchange = None
     if uses_batch_statistics(norm):
-        used = statistics.first(x.shape[1])
-        move_running_statistics([(norm, used)], count)
+        over = statistics(synchronised_over(norm))
+        used, exchange = over.first(x.shape[1]), over.exchange
+        move_running_statistics([(norm, used)], exchange.count)
     else:
         used = Statistics.running(norm)
 
     # Everything is handed over as it is now: by the time of the recomputation the module may hold other tensors
     # (torch.func.functional_call, a copy, a replica).
     arguments = (
-        x, norm.weight, norm.bias, conv.weight, conv.bias, used, norm.eps, uses_batch_statistics(norm),
+        x, norm.weight, norm.bias, conv.weight, conv.bias, used, norm.eps, exchange,
         CONVOLUTIONS[type(conv)], (conv.stride, conv.padding, conv.dilation, conv.groups),
     )  # fmt: skip
     if not torch.is_grad_enabled():
@@ -58,5 +65,5 @@ def checkpointed_bottleneck(x: Tensor, statistics: FeatureStatistics, norm: nn.M
     return checkpoint(_norm_relu_conv, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def _norm_relu_conv(x, gamma, beta, weight, bias, statistics, eps, batch, convolution, geometry) -> Tensor:
-    return convolution(norm_relu(x, gamma, beta, statistics, eps, batch), weight, bias, *geometry)
+def _norm_relu_conv(x, gamma, beta, weight, bias, statistics, eps, exchange, convolution, geometry) -> Tensor:
+    return convolution(norm_relu(x, gamma, beta, statistics, eps, exchange), weight, bias, *geometry)

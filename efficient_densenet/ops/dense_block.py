@@ -35,12 +35,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch_norm import (
-    FeatureStatistics, FoldedNorm, Moments, Statistics, check_count, masked_gradient, move_running_statistics,
-    uses_batch_statistics,
+    Exchange, FeatureStatistics, FoldedNorm, Moments, Statistics, batch_norm_reference, check_count, masked_gradient,
+    move_running_statistics, synchronised_over, uses_batch_statistics,
 )  # fmt: skip
 from .conv3x3 import ConvBackward, add_product, conv_forward, forward_weight
 from .modules import part, tensor
@@ -58,10 +59,16 @@ class NormCall:
     module: nn.Module  # its running statistics are read and moved in the forward pass only
     eps: float
     batch: bool
+    group: dist.ProcessGroup | None  # the processes whose batches count as one
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormCall:
-        return cls(norm, norm.eps, uses_batch_statistics(norm))
+        return cls(norm, norm.eps, uses_batch_statistics(norm), synchronised_over(norm))
+
+    @property
+    def groups(self) -> set[dist.ProcessGroup | None]:
+        """What it asks of the block's other norms: nothing where it takes no batch statistics."""
+        return {self.group} if self.batch else set()
 
     def fold(self, gamma: Tensor, beta: Tensor, statistics: Statistics | None) -> FoldedNorm:
         if statistics is None:
@@ -96,6 +103,13 @@ class BlockCall:
     tail: TailCall | None
     keep_conv1: bool
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The processes over which its norms, all of them, take their batch statistics."""
+        norms = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
+        norms.append(self.tail and self.tail.norm)
+        return next((norm.group for norm in norms if norm is not None and norm.batch), None)
+
     def split(self, parameters: Sequence) -> tuple[list[Sequence], Sequence]:
         """The parameters layer by layer, and the tail's: gamma, beta and weight of one norm and convolution after another."""
         groups, start = [], 0
@@ -116,10 +130,8 @@ def dense_block_reference(x: Tensor, call: BlockCall, parameters: Sequence[Tenso
     """
 
     def norm_relu(x: Tensor, norm: NormCall, gamma: Tensor, beta: Tensor, used: FoldedNorm) -> Tensor:
-        mean = var = None
-        if not norm.batch:
-            mean, var = used.mean.to(x.dtype), (used.r.square().reciprocal() - norm.eps).to(x.dtype)
-        return F.relu(F.batch_norm(x, mean, var, gamma, beta, norm.batch, 0.0, norm.eps))
+        statistics = None if norm.batch else Statistics(used.mean, used.r.square().reciprocal() - norm.eps)
+        return F.relu(batch_norm_reference(x, gamma, beta, statistics, norm.eps, norm.group))
 
     conv = F.conv2d if x.dim() == 4 else F.conv3d
     groups, tail_parameters = call.split(parameters)
@@ -171,6 +183,7 @@ class _KeptLayer:
 
 @dataclass
 class _Kept:
+    exchange: Exchange
     layers: list[_KeptLayer]
     tail: FoldedNorm | None = None
 
@@ -219,21 +232,23 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
     """Fill the buffer behind its first ``channels`` channels; returns the block's output and what the backward needs."""
     run = _Pass(buffer.tensor)
     rows, count = run.rows, run.rows.shape[0]
-    statistics = FeatureStatistics(buffer.tensor)
+    statistics = FeatureStatistics(buffer.tensor, call.group)
+    exchange = statistics.exchange
     moves = []
 
     def fold(norm: NormCall, gamma: Tensor, beta: Tensor, moments: Moments | None = None) -> FoldedNorm:
         used = None
         if norm.batch:
-            check_count(count, tuple(buffer.tensor.shape))
-            used = statistics.first(channels) if moments is None else moments.statistics()
+            check_count(exchange.count, tuple(buffer.tensor.shape))
+            used = statistics.first(channels) if moments is None else exchange.statistics(moments.statistics())
             moves.append((norm.module, used))
         return norm.fold(gamma, beta, used)
 
-    reads_batch = any(layer.norm1.batch for layer in call.layers) or bool(call.tail and call.tail.norm.batch)
-    kept = _Kept([])
+    readers = [layer.norm1 for layer in call.layers] + ([call.tail.norm] if call.tail else [])
+    last_reader = max((i for i, norm in enumerate(readers) if norm.batch), default=0)
+    kept = _Kept(exchange, [])
     groups, tail_parameters = call.split(parameters)
-    for layer, p in zip(call.layers, groups, strict=True):
+    for i, (layer, p) in enumerate(zip(call.layers, groups, strict=True)):
         layer_kept = _KeptLayer(fold(layer.norm1, p[0], p[1]))
         source, norm = columns(rows, 0, channels), layer_kept.norm1
         if layer.norm2 is not None:
@@ -259,25 +274,25 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
         weight = forward_weight(run.cast(p[-1]))
         scratch = run.take("activations", step, width)
         new = columns(rows, channels, channels + k)
-        moments = Moments()
+        moments = Moments() if i < last_reader and not layer.drop_rate else None
         for x, y, factor in zip(parts(source, step), parts(new, step), noise):  # noqa: B905 - noise may repeat without end
             a = norm.relu(x, out=fit(scratch, x.shape[0]))
             conv = conv_forward(a, weight, run.sizes)
             if factor is None:
                 y.copy_(columns(conv, 0, k))
-                if reads_batch:
+                if moments is not None:
                     moments.add(conv)  # contiguous and hot, unlike y
             else:
                 torch.mul(columns(conv, 0, k), factor, out=y)
             del conv  # before the next tile's is made
-        if reads_batch and not layer.drop_rate:
+        if moments is not None:
             statistics.extend(channels, k, moments.statistics())
         channels += k
         kept.layers.append(layer_kept)
 
     if call.tail is not None:
         kept.tail = fold(call.tail.norm, *tail_parameters[:2])
-    move_running_statistics(moves, count)
+    move_running_statistics(moves, exchange.count)
     if call.tail is None:
         return buffer.first(channels), kept
     if call.tail.pool is None:
@@ -437,15 +452,15 @@ class _Backward:
     def defer(self, norm: FoldedNorm, sums: _GradientSums, gamma_dgamma: Tensor) -> None:
         """Note BatchNorm's correction for the channels it read; :meth:`write_gradient` applies it."""
         if norm.batch:
-            channels, count = norm.mean.shape[0], self.run.rows.shape[0]
-            norm.add_correction(self.slope[:channels], self.level[:channels], sums.dbeta, gamma_dgamma, count)
+            slope, level = self.slope[: len(norm.mean)], self.level[: len(norm.mean)]
+            norm.add_correction(slope, level, sums.dbeta, gamma_dgamma, self.kept.exchange.count)
 
     def write_gradient(self, start: int, stop: int, step: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """For every tile, what writes the complete gradient of channels all of whose readers are done to a given place."""
         corrects = self.mean is not None and stop <= self.mean.shape[0]
         if corrects:
-            slope = self.slope[start:stop]
-            level = self.level[start:stop].addcmul_(slope, self.mean[start:stop], value=-1)
+            slope, level = self.kept.exchange.sums(self.slope[start:stop], self.level[start:stop])
+            level.addcmul_(slope, self.mean[start:stop], value=-1)
         for x, g in zip(
             parts(columns(self.run.rows, start, stop), step), parts(self.gradient(start, stop), step), strict=True
         ):
@@ -581,7 +596,7 @@ class _Backward:
                 if sink is None:
                     self.defer(norm, sums, gamma_dgamma)
                 elif norm.batch:
-                    self.correction2 = norm.correction(sums.dbeta, gamma_dgamma, run.rows.shape[0])
+                    self.correction2 = norm.correction(sums.dbeta, gamma_dgamma, self.kept.exchange)
         return dgamma if need_gamma else None, sums.dbeta if need_beta else None, dweight
 
     def _conv1(self, start, norm, p, need, need_dx, norm2, b, da) -> tuple[Tensor | None, ...]:
@@ -668,9 +683,8 @@ class _DenseBlock(torch.autograd.Function):
             dx, *rest = (next(grads) if need else None for need in needed)
             return dx, None, None, *rest
 
-        kept = _Kept(
-            [_KeptLayer(k.norm1, k.norm2, b, k.random_state) for k, b in zip(layers, conv1, strict=True)], ctx.kept.tail
-        )
+        layers = [_KeptLayer(k.norm1, k.norm2, b, k.random_state) for k, b in zip(layers, conv1, strict=True)]
+        kept = _Kept(ctx.kept.exchange, layers, ctx.kept.tail)
         with torch.autocast(x.device.type, enabled=False):
             run = _Backward(features, x.shape[1], ctx.call, parameters, kept, needed)
             tail = run.tail(grad)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch_norm import (
-    FoldedNorm, Statistics, batch_statistics, check_count, masked_gradient, move_running_statistics,
-    norm_relu_reference, uses_batch_statistics,
+    FeatureStatistics, FoldedNorm, Statistics, masked_gradient, move_running_statistics, norm_relu_reference,
+    synchronised_over, uses_batch_statistics,
 )  # fmt: skip
 from .conv3x3 import as_images
 from .modules import MAX_POOLS
@@ -28,16 +28,16 @@ _BACKWARD = {
 }
 
 
-def norm_relu_max_pool_reference(x, gamma, beta, statistics, eps, batch, window) -> Tensor:
+def norm_relu_max_pool_reference(x, gamma, beta, statistics, eps, exchange, window) -> Tensor:
     """The same by torch's own operations, with the same arguments as the function below."""
     pool = F.max_pool2d if x.dim() == 4 else F.max_pool3d
-    return pool(norm_relu_reference(x, gamma, beta, statistics, eps, batch), *window)
+    return pool(norm_relu_reference(x, gamma, beta, statistics, eps, exchange), *window)
 
 
 class _NormReLUMaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gamma, beta, mean, var, eps, batch, window):
-        norm = FoldedNorm(gamma, beta, Statistics(mean, var), eps, batch)
+    def forward(ctx, x, gamma, beta, mean, var, eps, exchange, window):
+        norm = FoldedNorm(gamma, beta, Statistics(mean, var), eps, exchange is not None)
         sizes = tuple(x.shape[2:])
         rows = as_rows(x)
         step = tile_rows(rows.shape[0], rows.shape[1] * x.element_size(), x.device, math.prod(sizes))
@@ -48,7 +48,7 @@ class _NormReLUMaxPool(torch.autograd.Function):
             for tile in parts(rows, step)
         ]
         ctx.save_for_backward(x, gamma, beta, mean, var)
-        ctx.eps, ctx.batch, ctx.window = eps, batch, window
+        ctx.eps, ctx.exchange, ctx.window = eps, exchange, window
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled)
 
     @staticmethod
@@ -56,12 +56,12 @@ class _NormReLUMaxPool(torch.autograd.Function):
         x, gamma, beta, mean, var = ctx.saved_tensors
         need_x, need_gamma, need_beta = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph: differentiate the plain formula instead
-            y = norm_relu_max_pool_reference(x, gamma, beta, Statistics(mean, var), ctx.eps, ctx.batch, ctx.window)
+            y = norm_relu_max_pool_reference(x, gamma, beta, Statistics(mean, var), ctx.eps, ctx.exchange, ctx.window)
             wanted = [t for t, need in zip((x, gamma, beta), (need_x, need_gamma, need_beta), strict=True) if need]
             grads = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
             return *(next(grads) if need else None for need in (need_x, need_gamma, need_beta)), *(None,) * 5
 
-        norm = FoldedNorm(gamma, beta, Statistics(mean, var), ctx.eps, ctx.batch)
+        norm = FoldedNorm(gamma, beta, Statistics(mean, var), ctx.eps, ctx.exchange is not None)
         sizes = tuple(x.shape[2:])
         rows = as_rows(x)
         step = tile_rows(rows.shape[0], rows.shape[1] * x.element_size(), x.device, math.prod(sizes))
@@ -82,8 +82,8 @@ class _NormReLUMaxPool(torch.autograd.Function):
             sum_dz_x += centred.mul_(dz).sum(0)
             dz.mul_(norm.scale)
         sum_dz_x *= norm.r
-        if need_x and ctx.batch:
-            slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, rows.shape[0])
+        if need_x and ctx.exchange is not None:
+            slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, ctx.exchange)
             for x_tile, dx_tile in zip(parts(rows, step), parts(as_rows(dx), step), strict=True):
                 dx_tile.addcmul_(x_tile, slope).add_(level)
         dgamma = sum_dz_x.to(gamma.dtype) if need_gamma else None
@@ -114,15 +114,14 @@ def norm_relu_max_pool(x: Tensor, norm: nn.Module, pool: nn.Module) -> Tensor:
         x = x.unsqueeze(2)
         window = [(rest, *v) for v, rest in zip(window, (1, 1, 0, 1), strict=True)]
     x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-    batch = uses_batch_statistics(norm)
-    if batch:
-        rows = as_rows(x.detach())
-        check_count(rows.shape[0], tuple(x.shape))
-        statistics = batch_statistics(rows)
-        move_running_statistics([(norm, statistics)], rows.shape[0])
+    exchange = None
+    if uses_batch_statistics(norm):
+        over = FeatureStatistics(x.detach(), synchronised_over(norm))
+        statistics, exchange = over.first(x.shape[1]), over.exchange
+        move_running_statistics([(norm, statistics)], exchange.count)
     else:
         statistics = Statistics.running(norm)
     out = _NormReLUMaxPool.apply(
-        x, norm.weight, norm.bias, statistics.mean, statistics.var, norm.eps, batch, (*window, pool.ceil_mode)
+        x, norm.weight, norm.bias, statistics.mean, statistics.var, norm.eps, exchange, (*window, pool.ceil_mode)
     )
     return out.squeeze(2) if one_d else out

@@ -75,6 +75,7 @@ class Config:
         channels_last: Keep feature maps in channels-last order, which convolutions prefer.
         accumulation_steps: Batches whose gradients make one step; the learning rate grows with them like with GPUs.
         ema_decay: Average the weights exponentially with this decay, e.g. 0.999, and evaluate and keep the averages.
+        sync_bn: BatchNorm takes its statistics over the images of all processes, not of each alone.
         clip_grad: Scale gradients down to this norm where theirs is greater; 0 for never.
         label_smoothing: Share of each label that is spread evenly over the classes.
         compile: Compile the model with torch.compile.
@@ -117,6 +118,7 @@ class Config:
     channels_last: bool = _flag(True)
     accumulation_steps: int = _flag(1, at_least=1)
     ema_decay: float = _flag(0.0, at_least=0, below=1)
+    sync_bn: bool = _flag(False)
     clip_grad: float = _flag(0.0, at_least=0)
     label_smoothing: float = _flag(0.0, at_least=0, below=1)
     compile: bool = _flag(False)

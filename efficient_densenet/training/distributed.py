@@ -268,8 +268,9 @@ def find_world(config):
     if config.parallel == "dp" and not (on_gpu and index is None):
         raise UsageError("--parallel dp: needs visible CUDA GPUs and no number in --device")
     several = on_gpu and index is None and gpus > 1 and config.parallel != "none"
-    if several and config.compile:
-        raise UsageError("--compile True: not with DataParallel; start it with torchrun, or with --parallel none")
+    for flag in ("compile", "sync_bn"):
+        if several and getattr(config, flag):
+            raise UsageError(f"--{flag} True: not with DataParallel; start it with torchrun, or with --parallel none")
     device = torch.device("cuda", index or 0) if on_gpu else torch.device("cpu")
     return World(device=device, gpus=gpus if several else 1)
 
