@@ -328,3 +328,33 @@ def test_buffers_stay_the_same_tensors(mode):
     classification_loss(model(images())).backward()
     for name, buffer in model.named_buffers():
         assert (buffer is before[name][0], buffer.data_ptr()) == (True, before[name][1]), name
+
+
+@each_mode
+@pytest.mark.parametrize("stem", ({}, {"small_inputs": False}), ids=("first layer", "stem"))
+def test_statistics_of_half_precision_features_are_taken_in_single(mode, stem):
+    """Kills: products that autocast rounds on the way to a mean."""
+    plain = toy(dtype=torch.float32, growth_rate=3, num_init_features=6, **stem)  # widths that no vector kernel takes
+    model = twin(plain, mode)
+    x = images(4, 3, *(32 if stem else 9,) * plain.spatial_dims, dtype=torch.float32) + 3
+    with torch.autocast("cpu", torch.bfloat16):
+        plain(x), model(x)
+    name = "features.norm0" if stem else "features.denseblock1.denselayer1.norm1"  # reads the same numbers in both
+    for buffer in ("running_mean", "running_var"):
+        want, got = (m.get_submodule(name).get_buffer(buffer) for m in (plain, model))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@each_mode
+def test_eps_of_zero_is_what_torch_makes_of_it(mode):
+    """Kills: numbers where the plain model raises."""
+    plain = toy()
+    layers(plain)[1].norm1.eps = 0.0
+    outcomes = []
+    for model in (plain, twin(plain, mode)):
+        try:
+            outcomes.append(model(images()).detach())
+        except (RuntimeError, ValueError) as error:
+            outcomes.append(str(error))
+    assert type(outcomes[0]) is type(outcomes[1])
+    assert outcomes[0] == outcomes[1] if isinstance(outcomes[0], str) else torch.allclose(*outcomes)

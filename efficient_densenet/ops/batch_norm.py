@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .storage import as_rows, channels_last_empty
-from .tiles import as_type, parts, tile_rows
+from .tiles import as_type, fit, parts, tile_rows
 
 masked_gradient = torch.ops.aten.threshold_backward.grad_input  # (dz, z, 0, grad_input=out): dz where z > 0, else 0
 
@@ -173,7 +173,8 @@ class FeatureStatistics:
         """The statistics of the first ``channels`` channels, which must have been written by now."""
         if self._known < channels:
             check_count(self.exchange.count, (self._shape[0], channels, *self._shape[2:]))
-            self._append(batch_statistics(self._rows[:, self._known : channels]))
+            with torch.autocast(self._rows.device.type, enabled=False):  # it would take the products in half precision
+                self._append(batch_statistics(self._rows[:, self._known : channels]))
         return Statistics(self._mean[:channels], self._var[:channels])
 
     def extend(self, start: int, channels: int, new: Statistics) -> None:
@@ -265,6 +266,20 @@ class FoldedNorm:
         """
         slope.addcmul_(self.r * self.r, gamma_dgamma, value=-1.0 / count)
         level.addcmul_(self.scale, dbeta, value=-1.0 / count)
+
+    def complete_gradient(
+        self, x_tiles: Sequence[Tensor], tiles: Sequence[Tensor], correction: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Turn every tile from ``dz`` into ``dx = scale dz + slope x + level``, rounded once; ``None`` for no correction."""
+        if correction is None:
+            for tile in tiles:
+                tile.mul_(self.scale)
+            return
+        slope, level = correction
+        scratch = torch.empty(tiles[0].shape, dtype=self.scale.dtype, device=self.scale.device)
+        for x, tile in zip(x_tiles, tiles, strict=True):
+            added = torch.addcmul(level, x, slope, out=fit(scratch, x.shape[0]))
+            torch.addcmul(added, tile, self.scale, out=tile)
 
     def correction(self, dbeta: Tensor, gamma_dgamma: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
         """``slope, level`` with ``dx = scale dz + slope x + level``, from this process's sums."""
@@ -376,12 +391,8 @@ class _NormReLU(torch.autograd.Function):
         dbeta = sum_dz.to(beta.dtype) if need_beta else None
         if not need_x:
             return None, dgamma, dbeta, None, None, None, None
-        if batch:
-            slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, exchange)
-        for x_tile, _, _, dx_tile in zip(*tiles, strict=True):
-            dx_tile.mul_(norm.scale)
-            if batch:
-                dx_tile.addcmul_(x_tile, slope).add_(level)
+        correction = norm.correction(sum_dz, sum_dz_x * norm.gamma, exchange) if batch else None
+        norm.complete_gradient(tiles[0], tiles[3], correction)
         return dx, dgamma, dbeta, None, None, None, None
 
 

@@ -134,6 +134,8 @@ def _why_other_batch_norm(norm: nn.Module, name: str, affine: bool = True) -> st
         return f"{name} is a {type(norm).__name__}"
     if is_hooked(norm):
         return f"{name} has hooks"
+    if not norm.eps > 0:
+        return f"{name} has eps {norm.eps}"
     for parameter in (tensor(norm, "weight"), tensor(norm, "bias")):
         if type(parameter) not in PLAIN_TENSORS and (affine or parameter is not None):
             return f"{name} has no plain affine parameters"

@@ -80,12 +80,12 @@ class _NormReLUMaxPool(torch.autograd.Function):
             sum_dz += dz.sum(0, dtype=mean.dtype)
             centred = torch.sub(x_tile, mean, out=z if z.dtype == mean.dtype else None)
             sum_dz_x += centred.mul_(dz).sum(0)
-            dz.mul_(norm.scale)
         sum_dz_x *= norm.r
-        if need_x and ctx.exchange is not None:
-            slope, level = norm.correction(sum_dz, sum_dz_x * norm.gamma, ctx.exchange)
-            for x_tile, dx_tile in zip(parts(rows, step), parts(as_rows(dx), step), strict=True):
-                dx_tile.addcmul_(x_tile, slope).add_(level)
+        if need_x:
+            correction = None
+            if ctx.exchange is not None:
+                correction = norm.correction(sum_dz, sum_dz_x * norm.gamma, ctx.exchange)
+            norm.complete_gradient(parts(rows, step), parts(as_rows(dx), step), correction)
         dgamma = sum_dz_x.to(gamma.dtype) if need_gamma else None
         dbeta = sum_dz.to(beta.dtype) if need_beta else None
         return dx if need_x else None, dgamma, dbeta, *(None,) * 5
