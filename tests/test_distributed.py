@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers import MODES, assert_same, buffers, classification_loss, gradients, images, layers, toy
+from ranks import on_ranks
 
 RANKS = 2
 STEPS = 3
@@ -138,3 +139,21 @@ def test_gradients_are_the_mean_and_buffers_right(ranks, mode, variant, options)
     """Kills: "mark a variable ready only once", gradients that miss a rank, buffers replaced under DDP's hands."""
     for rank, want in enumerate(expected(variant, options)):
         assert_same(want, ranks[rank][mode, variant, options])
+
+
+def channels_last_step() -> None:
+    """On one rank, where a warning is an error."""
+    dist.init_process_group("gloo")
+    for mode in ("naive", *MODES):
+        model = toy(mode).to(memory_format=torch.channels_last)
+        x = images(3, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+        ddp = DistributedDataParallel(model)
+        for _ in range(2):
+            classification_loss(ddp(x)).backward()
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_gradients_come_in_the_strides_of_the_weights(tmp_path):
+    """Kills: a 1x1 kernel's gradient whose sides of length one have strides of their own, of which DDP warns."""
+    assert on_ranks(1, tmp_path, channels_last_step) == [None]

@@ -123,3 +123,9 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     if total.dtype == left.dtype:
         return total.addmm_(left, right)
     return total.add_(torch.mm(left, right))
+
+
+def as_kernel(matrix: Tensor, like: Tensor) -> Tensor:
+    """``(O, C)`` as a 1x1 kernel, in the strides of ``like``: those of its sides of length one say nothing but are compared."""
+    strides = like.stride()
+    return matrix.as_strided(like.shape, strides) if strides[:2] == matrix.stride() else matrix.view(like.shape)

@@ -43,7 +43,7 @@ from .batch_norm import (
     Exchange, FeatureStatistics, FoldedNorm, Moments, Statistics, batch_norm_reference, check_count, masked_gradient,
     move_running_statistics, synchronised_over, uses_batch_statistics,
 )  # fmt: skip
-from .conv3x3 import ConvBackward, add_product, conv_forward, forward_weight
+from .conv3x3 import ConvBackward, add_product, as_kernel, conv_forward, forward_weight
 from .modules import part, tensor
 from .storage import FeatureBuffer, append, as_rows, channels_last_empty, columns
 from .tiles import Scratch, as_type, fit, parts, tile_rows
@@ -516,7 +516,7 @@ class _Backward:
             if need_dx:
                 self.defer(norm, sums, gamma_dgamma)
         if pooling is not None:
-            gradients.append(None if dw is None else (dw / pooling.window).view_as(self.tail_parameters[2]))
+            gradients.append(None if dw is None else as_kernel(dw / pooling.window, self.tail_parameters[2]))
         return tuple(gradients)
 
     def layer(self, i: int) -> tuple[Tensor | None, ...]:
@@ -642,7 +642,7 @@ class _Backward:
         return (
             dgamma if need_gamma else None,
             sums.dbeta if need_beta else None,
-            dw.view_as(weight) if need_weight else None,
+            as_kernel(dw, weight) if need_weight else None,
         )
 
     def input(self) -> Tensor:
