@@ -37,7 +37,7 @@ except ImportError as error:
     sys.exit(f"demo.py: error: {error}; pip install -e '.[demo]' brings everything")
 
 import efficient_densenet
-from efficient_densenet.training import checkpoint, data, distributed, engine, log
+from efficient_densenet.training import budget, checkpoint, data, distributed, engine, log
 from efficient_densenet.training.config import UsageError, parse_flags
 
 
@@ -62,15 +62,12 @@ def describe(model, config):
     return f"model: {name}, {parameters:,} parameters, efficient={model.efficient}, blocks run: {', '.join(dict.fromkeys(plans))}"
 
 
-def prepare(config, world, say):
-    """The data set and the model that the flags describe."""
+def find_images(config, world, say):
+    """The data set that the flags describe, and how many images a batch must have for this model's BatchNorm."""
     images = data.load(config, world, config.seed)
     facts = images.facts
-    model = build_model(config, images.num_classes, images.in_channels).to(world.device)
-    if config.sync_bn:
-        model = efficient_densenet.SyncBatchNorm.convert_sync_batchnorm(model)
-    if config.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+    with torch.device("meta"):  # shapes without weights
+        model = build_model(config, images.num_classes, images.in_channels)
     if min(facts["image_size"]) < model.min_size:
         size = "x".join(map(str, facts["image_size"]))
         raise UsageError(
@@ -78,8 +75,35 @@ def prepare(config, world, say):
         )
     say(f"data: {facts['name']}" + (f" (CIFAR-10: {facts['note']})" if facts["note"] else ""))
     say("{train_images:,} training, {valid_images:,} validation, {test_images:,} test images".format(**facts))
-    say(describe(model, config))
-    return images, model
+    return images, engine.least_batch(model, facts["image_size"])
+
+
+def make_model(config, images, world):
+    """The network for these images, where it will run."""
+    model = build_model(config, images.num_classes, images.in_channels).to(world.device)
+    if config.sync_bn and world.size > 1:
+        model = efficient_densenet.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+def start(config, images, world):
+    """A run before its first step: the model, and what trains it."""
+    model = make_model(config, images, world)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=engine.step_lr(config, world),
+        momentum=config.momentum,
+        weight_decay=config.wd,
+        nesterov=config.momentum > 0,
+    )
+    return checkpoint.State(
+        model=model,
+        optimizer=optimizer,
+        scheduler=engine.scheduler(optimizer, config, world),
+        scaler=torch.amp.GradScaler(world.device.type, enabled=config.amp == "fp16"),
+        ema=engine.averaged(model, config.ema_decay) if config.ema_decay else None,
+        totals=engine.Totals(world.device),
+    )
 
 
 def train(config, world, say):
@@ -88,41 +112,30 @@ def train(config, world, say):
     results = world.together((world.is_main, lambda: log.Results(config)))
     config = world.on_main(lambda: dataclasses.replace(config, save=results.folder, seed=data.seed(config)))
     saved = world.on_main(lambda: checkpoint.read(results.path("checkpoint.pt")) if config.resume else None)
-    torch.manual_seed(config.seed)
-    images, model = prepare(config, world, say)
+    known = world.on_main(lambda: config.resume and checkpoint.settings_in(config.save))
+    images, least = find_images(config, world, say)
+    if not known:
+        config = budget.choose(config, start, images, least, world, say)
     settings = log.settings_of(config, world, images.facts)
     if saved is not None:
         checkpoint.check(saved, settings)
 
-    per_step = config.batch_size * world.gpus * config.accumulation_steps  # images of this process
-    sampler = data.TrainSampler(len(images.train), world, config.seed, config.max_steps and config.max_steps * per_step)
+    sampler = data.TrainSampler(len(images.train), world, config, least)
     train_batches = data.batches(images.train, sampler, config, world)
     valid_batches, test_batches = (
         part and data.batches(part, data.EvalSampler(len(part), world), config, world)
         for part in (images.valid, images.test)
     )
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=engine.step_lr(config, world),
-        momentum=config.momentum,
-        weight_decay=config.wd,
-        nesterov=config.momentum > 0,
-    )
-    state = checkpoint.State(
-        model=model,
-        optimizer=optimizer,
-        scheduler=engine.scheduler(optimizer, config, world),
-        scaler=torch.amp.GradScaler(world.device.type, enabled=config.amp == "fp16"),
-        ema=engine.averaged(model, config.ema_decay) if config.ema_decay else None,
-        totals=engine.Totals(world.device),
-    )
+    torch.manual_seed(config.seed)
+    state = start(config, images, world)
+    model, kept = state.model, state.kept  # `kept` is evaluated, and written to model.dat
     trained = world.wrap(model)  # what is called in training, while `model` holds the weights
     if config.compile:
         trained = torch.compile(trained)
-    kept = model if state.ema is None else state.ema.module  # what is evaluated, and written to model.dat
     torch.manual_seed(config.seed + 1 + world.rank)  # dropout differs between ranks
 
-    say(engine.describe_step(config, world))
+    say(describe(model, config))
+    say(engine.describe_step(config, world) + sampler.note)
     world.together((world.is_main, lambda: results.begin(settings, saved and saved["epoch"])))
     say(f"results: {config.save}")
     if saved is not None:
@@ -141,7 +154,7 @@ def train(config, world, say):
     with distributed.Signals() as signals, loaders, results or contextlib.nullcontext():
         while state.epoch < config.n_epochs:
             memory.reset()
-            done = min(state.step * per_step, sampler.images)
+            done = min(state.step * sampler.per_step, sampler.images)
             sampler.set_epoch(state.epoch, first=done)
             title, progress = f"epoch {state.epoch + 1}/{config.n_epochs}", world.is_main and config.progress
             with log.Bar(title, sampler.images * world.size, done * world.size, progress, say) as bar:
@@ -190,7 +203,9 @@ def train(config, world, say):
 def evaluate(config, world, say):
     """Tests a saved model."""
     config = world.on_main(lambda: dataclasses.replace(config, seed=data.seed(config)))
-    images, model = prepare(config, world, say)
+    images, _ = find_images(config, world, say)
+    model = make_model(config, images, world)
+    say(describe(model, config))
     world.together((True, lambda: checkpoint.load_weights(model, config.evaluate)))
     batches = data.batches(images.test, data.EvalSampler(len(images.test), world), config, world)
     with data.closing(batches):

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from ranks import on_ranks
 
 import efficient_densenet
-from efficient_densenet.training import data, log
+from efficient_densenet.training import budget, data, log
 
 DEMO = Path(__file__).parent.parent / "demo.py"
 SMALL = "--dataset digits --depth 10 --growth_rate 4 --batch_size 16 --num_workers 0 --device cpu --seed 3".split()
@@ -136,6 +137,17 @@ def test_results_are_kept_unless_they_may_go(run):
         ("--dataset digits --model densenet121 --image_size 28", "--image_size: images of 28x28 pixels are too small"),
         ("--parallel ddp", "--parallel ddp: start it with torchrun"),
         ("--sync_bm True", "unknown flag --sync_bm"),
+        ("--model resnet50 --depth 40", "--model resnet50: expected one of densenet121"),
+        ("--n_epochs 3 --warmup_epochs 4", "--warmup_epochs 4: the run has 3 epochs"),
+        ("--save a/" + "b" * 300, "File name too long"),
+        ("--save /dev/null/out", "--save /dev/null/out: /dev/null is not a folder"),
+        ("--resume maybe", "--resume maybe: there is no such folder"),
+        ("--resume maybe/checkpoint.pt", "--resume maybe/checkpoint.pt: there is no such folder"),
+        (f"--resume {DEMO}", "there is no such folder; it takes the folder of a run, or the checkpoint.pt in it"),
+        ("--evaluate maybe", "--evaluate maybe: there is no file maybe"),
+        (f"--evaluate {DEMO}", "demo.py: it is damaged, or not a file of torch.save"),
+        ("--evaluate maybe --memory_budget 1GiB", "--evaluate does not go with --memory_budget"),
+        ("--device cpu --batch_size auto", "--batch_size auto: a CPU has no memory of its own to fill"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_happens(run, monkeypatch, flags, words):
@@ -146,31 +158,45 @@ def test_a_mistake_is_one_line_and_nothing_happens(run, monkeypatch, flags, word
     assert os.listdir() == []
 
 
-def test_an_unreadable_image_ends_the_run_with_its_name(run):
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--memory_budget 1MiB", "--memory_budget 1MiB: with --efficient lean, --batch_size 16 takes about"),
+        ("--image_size 4 --batch_size 1", "--batch_size 1: too few images, BatchNorm needs 2 in a batch"),
+    ],
+)
+def test_a_mistake_that_the_data_show(run, flags, words):
+    code, out, err = run(*SMALL, *flags.split())
+    assert code == 2 and out.startswith("data: digits\n") and len(out.splitlines()) == 2
+    assert err.startswith(f"demo.py: error: {words}") and err.count("\n") == 1
+    assert os.listdir() == []
+
+
+def test_images_that_cannot_be_used_are_named(run):
     from PIL import Image
 
     for part in ("train", "test"):
         for name in "ab":
             os.makedirs(f"images/{part}/{name}")
             for i in range(4):
-                Image.new("RGB", (32, 32)).save(f"images/{part}/{name}/{i}.png")
-    Path("images/train/b/2.png").write_bytes(b"no image")
-    flags = [
-        *SMALL,
-        "--dataset",
-        "imagefolder",
-        "--data",
-        "images",
-        "--n_epochs",
-        1,
-        "--save",
-        "out",
-        "--num_workers",
-        1,
-    ]
-    code, _, err = run(*flags)
-    assert code == 1 and err.count("\n") == 1
-    assert err.startswith("demo.py: error: cannot read the image images/train/b/2.png: ")
+                Image.effect_noise((32, 32), 50).save(f"images/{part}/{name}/{i}.png")
+    odd = Path("images/train/b/2.png")
+    whole = odd.read_bytes()
+    flags = [*SMALL, "--dataset", "imagefolder", "--data", "images", "--n_epochs", 1, "--save", "out"]
+
+    def error(expected, *more):
+        code, _, err = run(*flags, *more)
+        assert code == expected and err.count("\n") == 1
+        return err.removeprefix("demo.py: error: ")
+
+    odd.write_bytes(whole[: len(whole) // 2])  # its header is right
+    assert error(1, "--num_workers", 1).startswith("cannot read the image images/train/b/2.png: ")
+    odd.write_bytes(b"no image")
+    assert error(2, "--overwrite", "True").startswith("--data: cannot read the image images/train/b/2.png: ")
+    Image.new("RGB", (32, 31)).save(odd)
+    words = "--image_size: the image images/train/b/2.png has 32x31 pixels, the first image has 32x32; --image_size N"
+    assert error(2, "--save", "other").startswith(words) and not os.path.exists("other")
+    assert run(*flags, "--save", "other", "--image_size", 32)[0] == 0
 
 
 def test_efficient_modes_come_from_the_library(run):
@@ -227,6 +253,54 @@ def test_averaged_weights_are_what_is_kept(run):
     checkpoint = torch.load("averaged/checkpoint.pt", weights_only=True)
     assert torch.equal(checkpoint["ema"]["module.features.conv0.weight"], averaged["features.conv0.weight"])
     assert torch.equal(checkpoint["model"]["features.conv0.weight"], plain["features.conv0.weight"])
+
+
+def test_a_last_batch_of_one_image_that_batch_norm_cannot_take_is_left_out(run, monkeypatch):
+    parts = tuple(data._Arrays(part.images[:33], part.labels[:33], part.classes) for part in data._digits())
+    monkeypatch.setattr(data, "_digits", lambda: parts)
+    flags = [*SMALL, "--valid_size", 0, "--n_epochs", 1]
+    code, out, err = run(*flags, "--image_size", 4, "--save", "out")  # 4 pixels become 1
+    assert (code, err) == (0, "")
+    said = "1 CPU x 16 = 16 images per step, lr 0.1, 1 left over in an epoch: BatchNorm needs 2 in a batch here"
+    assert said in out.splitlines()
+    assert weights("out")["features.norm5.num_batches_tracked"] == 2
+    code, out, _ = run(*flags, "--image_size", 8, "--save", "larger")
+    assert code == 0 and "left over" not in out and weights("larger")["features.norm5.num_batches_tracked"] == 3
+
+
+# Memory
+
+BUDGET = [*SMALL, "--n_epochs", 1, "--max_steps", 2, "--drop_rate", 0.2]
+
+
+def test_a_budget_changes_nothing_but_the_choice(run):
+    assert run(*BUDGET, "--efficient", "fused", "--save", "plain")[0] == 0
+    code, out, err = run(*BUDGET, "--memory_budget", "1GiB", "--save", "out")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[2].endswith(" of 1,024 MiB with efficient=fused and batches of 16")
+    assert_same_run("out", "plain")
+
+
+def test_a_chosen_batch_is_kept_for_resume_and_evaluation(run, monkeypatch):
+    flags = [*BUDGET, "--memory_budget", "10MiB", "--batch_size", "auto", "--save", "out"]
+    code, out, _ = run(*flags)
+    settings = json.loads(Path("out/config.json").read_text())
+    batch = settings["batch_size"]
+    assert code == 0 and settings["efficient"] == "fused" and settings["memory_budget"] == "10MiB" and batch > 4
+    assert f" of 10 MiB with efficient=fused and batches of {batch}\n" in out
+    assert f"efficient=fused, blocks run: fused\n1 CPU x {batch} = {batch} images per step, lr 0.1\n" in out
+    last = out.splitlines()[-1]
+
+    monkeypatch.setattr(budget, "need", None)  # it is not measured again
+    code, out, _ = run(*flags, "--efficient", "True", "--resume", "True", "--n_epochs", 2)
+    assert code == 0 and f"1 CPU x {batch} = " in out and "goes on after 1 epochs and 0 steps" in out
+    os.remove("out/checkpoint.pt")
+    assert run("--resume", "out", "--n_epochs", 1)[0] == 0
+    assert run("--evaluate", "out")[1].splitlines()[-1] == last
+    code, _, err = run("--resume", "out", "--batch_size", batch + 1)
+    assert code == 2 and f"--batch_size {batch + 1}: the run in out has {batch}" in err
+    code, _, err = run("--resume", "out", "--efficient", "naive")
+    assert code == 2 and "--efficient naive: the run in out has fused" in err
 
 
 def test_compile(run, monkeypatch):
@@ -404,6 +478,20 @@ def test_a_saved_model_is_tested(run, uninterrupted):
     assert os.listdir() == ["other.pt"]
 
 
+def test_the_readme_predicts_with_what_a_run_left(uninterrupted, capsys):
+    """The README's block, with this run's file and depth."""
+    text = (DEMO.parent / "README.md").read_text(encoding="utf-8")
+    (block,) = (part.partition("```")[0] for part in text.split("```python\n")[1:] if "model.dat" in part.partition("```")[0])
+    for theirs, mine in (
+        ('"results/first/model.dat"', repr(str(uninterrupted / "model.dat"))),
+        ("depth=100, growth_rate=12", "depth=10, growth_rate=4"),
+    ):
+        assert block.count(theirs) == 1
+        block = block.replace(theirs, mine)
+    exec(compile(block, "README.md", "exec"), {})
+    assert int(capsys.readouterr().out) in range(10)
+
+
 # Faults
 
 
@@ -509,6 +597,49 @@ runpy.run_path(DEMO, run_name="__main__")
     assert json.loads((folder / "config.json").read_text())["world_size"] == 2
     assert on_ranks(2, tmp_path / "ranks", _two_ranks, tmp_path, None, *flags, "--save", "whole") == [0, 0]
     assert_same_run(folder, tmp_path / "whole")
+
+
+def test_ranks_share_a_choice_and_synchronised_statistics(tmp_path, capfd):
+    flags = [*SMALL, "--n_epochs", 1, "--max_steps", 2]
+    assert on_ranks(2, tmp_path / "ranks", _two_ranks, tmp_path, None, *flags, "--save", "local") == [0, 0]
+    flags += ["--sync_bn", "True", "--memory_budget", "10MiB", "--batch_size", "auto", "--save", "out"]
+    assert on_ranks(2, tmp_path / "ranks", _two_ranks, tmp_path, None, *flags) == [0, 0]
+    out, err = capfd.readouterr()
+    assert out.count("memory: ") == 1 and err == ""
+    batch = json.loads((tmp_path / "out/config.json").read_text())["batch_size"]
+    assert f"2 CPU processes x {batch} = {2 * batch} images per step" in out and batch > 4
+    assert list(weights(tmp_path / "out")) == list(weights(tmp_path / "local"))
+
+
+def test_two_machines_train_together(tmp_path):
+    """Two launchers that find each other on the loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
+               f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test", "--local_addr=127.0.0.1", str(DEMO)]  # fmt: skip
+    flags = [*SMALL, "--n_epochs", 1, "--max_steps", 2, "--save", "out"]
+    launchers = [
+        subprocess.Popen(
+            [*command, *map(str, flags)],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        outputs = [launcher.communicate(timeout=240) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    out = "".join(out for out, _ in outputs)
+    assert out.count("2 CPU processes x 16 = 32 images per step, lr 0.2") == out.count("test error: ") == 1
+    assert os.listdir(tmp_path) == ["out"] and rows(tmp_path / "out")[-1]["test_error"]
+    settings = json.loads((tmp_path / "out/config.json").read_text())
+    assert settings["world_size"] == 2
 
 
 def _mistaken(folder):

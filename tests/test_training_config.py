@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from efficient_densenet.training.config import Config, UsageError, parse_flags
+from efficient_densenet.training.config import Config, UsageError, bytes_of, parse_flags
 
 
 def test_no_flags_give_the_papers_recipe():
@@ -34,6 +34,9 @@ def test_no_flags_give_the_papers_recipe():
         (["--noprogress"], "progress", False),
         (["--seed", "None"], "seed", None),
         (["--valid_size", "0"], "valid_size", 0),
+        (["--batch_size", "auto"], "batch_size", "auto"),
+        (["--memory_budget", "8GiB"], "memory_budget", "8GiB"),
+        (["--memory_budget=1000000"], "memory_budget", "1000000"),
     ],
 )
 def test_values_arrive_as_typed(flags, name, value):
@@ -61,7 +64,21 @@ def test_values_arrive_as_typed(flags, name, value):
         (["--dataset", "mnist"], "--dataset mnist: expected one of auto, cifar10"),
         (["--model", "resnet50"], "--model resnet50: expected one of densenet121"),
         (["--model=densenet121", "--depth=40"], "--depth does not go with --model densenet121"),
+        (["--model", "resnet50", "--depth", "40"], "--model resnet50: expected one of densenet121"),
         (["--save"], "--save needs a value"),
+        (["--save", ""], "--save needs a value"),
+        (["--data="], "--data needs a value"),
+        (["--batch_size", "all"], "--batch_size all: expected a whole number or auto"),
+        (["--batch_size", "2.5"], "--batch_size 2.5: expected a whole number or auto"),
+        (["--batch_size=-2"], "--batch_size -2: must be at least 1"),
+        (["--batch_size"], "--batch_size needs a value"),
+        (["--memory_budget", "8GB"], "--memory_budget 8GB: expected bytes, or e.g. 8GiB or 500MiB"),
+        (["--memory_budget", "0MiB"], "--memory_budget 0MiB: expected bytes"),
+        (["--tensorboard", "yes"], "--tensorboard yes: expected True or False"),
+        (["--progress", "1"], "--progress 1: expected True or False or None"),
+        (["--max_steps", "0"], "--max_steps 0: must be at least 1"),
+        (["--seed", "1e3"], "--seed 1000.0: expected a whole number or None"),
+        (["--n_epochs", "3", "--warmup_epochs", "4"], "--warmup_epochs 4: the run has 3 epochs"),
         (["--data", "--save=x"], "--data needs a value"),
         (["train"], "unexpected argument 'train'"),
         (["depth"], "unexpected argument 'depth'"),
@@ -80,6 +97,15 @@ def test_a_named_folder_is_not_exchanged_for_digits():
     assert parse_flags([])[0].dataset == "auto"
     assert parse_flags(["--data", "there"])[0].dataset == "cifar10"
     assert parse_flags(["--data", "there", "--dataset", "svhn"])[0].dataset == "svhn"
+
+
+@pytest.mark.parametrize(
+    "text, bytes_",
+    [("8GiB", 8 * 2**30), ("1.5GiB", 3 * 2**29), ("500 MiB", 500 * 2**20), ("3KiB", 3072), ("1TiB", 2**40), ("77", 77)],
+)
+def test_sizes(text, bytes_):
+    assert bytes_of(text) == bytes_
+    assert bytes_of(f"{text}b") is bytes_of("GiB") is bytes_of("-1") is bytes_of("1.5") is None
 
 
 def test_help_shows_every_flag_with_its_default_and_meaning(capsys):

@@ -179,8 +179,9 @@ def test_folders_that_do_not_fit_are_named(folders, spoil, words):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_image_is_named(folders, workers):
+    Image.effect_noise((8, 8), 50).save(folders / "test/b/1.png")
     whole = (folders / "test/b/1.png").read_bytes()
-    (folders / "test/b/1.png").write_bytes(whole[: len(whole) // 2])
+    (folders / "test/b/1.png").write_bytes(whole[:-40])  # its header is right
     config = Config(dataset="imagefolder", data=str(folders), num_workers=workers)
     images = data.load(config, ALONE, 0).test
     batches = data.batches(images, data.EvalSampler(len(images), ALONE), config, ALONE)
@@ -191,9 +192,12 @@ def test_an_unreadable_image_is_named(folders, workers):
 
 def test_an_image_of_another_size_is_named(folders):
     Image.new("RGB", (9, 8)).save(folders / "test/b/1.png")
-    found = load(dataset="imagefolder", data=str(folders))
-    with pytest.raises(RunError, match=r"test/b/1.png has 9x8 pixels, the first image has 8x8: --image_size N"):
-        found.test[3]
+    with pytest.raises(UsageError, match=r"--image_size: .*test/b/1.png has 9x8 pixels, the first image has 8x8; --image_size N"):
+        load(dataset="imagefolder", data=str(folders))
+    assert load(dataset="imagefolder", data=str(folders), image_size=8).test[3][0].shape == (3, 8, 8)
+    (folders / "test/b/1.png").write_bytes(b"no image")
+    with pytest.raises(UsageError, match="cannot read the image .*test/b/1.png"):
+        load(dataset="imagefolder", data=str(folders))
 
 
 def test_valid_size_leaves_images_to_train_on(folders):
@@ -243,13 +247,39 @@ def test_evaluation_counts_every_image_once(size, ranks):
 
 @pytest.mark.parametrize("size, ranks", [(10, 1), (10, 3), (9, 3)])
 def test_training_gives_the_ranks_equal_shares_of_all_images(size, ranks):
-    shares = [[index for index, _ in data.TrainSampler(size, World(rank=rank, size=ranks), 0)] for rank in range(ranks)]
+    samplers = [data.TrainSampler(size, World(rank=rank, size=ranks), Config(seed=0)) for rank in range(ranks)]
+    shares = [[index for index, _ in sampler] for sampler in samplers]
+    assert {sampler.note for sampler in samplers} == {""}
     assert {len(share) for share in shares} == {-(-size // ranks)}
     assert set(sum(shares, [])) == set(range(size)) and max(Counter(sum(shares, [])).values()) <= 2
 
 
+@pytest.mark.parametrize(
+    "size, ranks, gpus, batch, images",
+    [(33, 1, 1, 16, 32), (34, 1, 1, 16, 34), (32, 1, 1, 16, 32), (97, 3, 1, 16, 32), (99, 3, 1, 16, 32), (100, 3, 1, 16, 34),
+     (69, 1, 4, 16, 64), (72, 1, 4, 16, 72), (77, 1, 4, 16, 76), (65, 1, 4, 16, 64)],
+)  # fmt: skip
+def test_no_batch_is_left_with_a_single_image(size, ranks, gpus, batch, images):
+    samplers = [
+        data.TrainSampler(size, World(rank=rank, size=ranks, gpus=gpus), Config(seed=0, batch_size=batch), least=2)
+        for rank in range(ranks)
+    ]
+    assert {len(list(sampler)) for sampler in samplers} == {images}
+    for part in torch.arange(images).split(batch * gpus):  # as the loader, then DataParallel, divide them
+        assert min(len(share) for share in part.chunk(gpus)) >= 2
+    left = -(-size // ranks) - images
+    said = f", {left} left over in an epoch: BatchNorm needs 2 in a batch here" if left else ""
+    assert {sampler.note for sampler in samplers} == {said}
+
+
+@pytest.mark.parametrize("size, batch", [(1, 16), (50, 1)])
+def test_too_few_images_for_batch_norm_are_refused(size, batch):
+    with pytest.raises(UsageError, match=f"--batch_size {batch}: too few images, BatchNorm needs 2 in a batch"):
+        data.TrainSampler(size, ALONE, Config(seed=0, batch_size=batch), least=2)
+
+
 def test_epochs_differ_in_order_and_augmentation_and_repeat():
-    sampler = data.TrainSampler(50, ALONE, seed=7)
+    sampler = data.TrainSampler(50, ALONE, Config(seed=7))
     first = list(sampler)
     sampler.set_epoch(1)
     second = list(sampler)
@@ -262,5 +292,5 @@ def test_epochs_differ_in_order_and_augmentation_and_repeat():
 
 
 def test_a_limit_shortens_the_epoch():
-    sampler = data.TrainSampler(50, ALONE, seed=7, limit=20)
-    assert len(list(sampler)) == len(sampler) == sampler.images == 20
+    sampler = data.TrainSampler(50, ALONE, Config(seed=7, batch_size=5, accumulation_steps=2, max_steps=2))
+    assert len(list(sampler)) == len(sampler) == sampler.images == 20 and sampler.per_step == 10

@@ -5,7 +5,8 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
-from efficient_densenet.training import data, distributed, engine
+from efficient_densenet import SyncBatchNorm, densenet_bc
+from efficient_densenet.training import checkpoint, data, distributed, engine
 from efficient_densenet.training.config import Config, RunError, UsageError
 from efficient_densenet.training.distributed import World, find_world
 
@@ -64,6 +65,11 @@ def test_processes_and_devices(launcher, rank, size, gpus, flags, expected):
         (0, 2, 2, {"device": "cuda:1"}, "--device cuda:1: torchrun started 2 processes"),
         (0, 4, 2, {}, "4 processes for 2 visible GPUs"),
         (0, 0, 2, {"compile": True}, "--compile True: not with DataParallel"),
+        (0, 0, 2, {"sync_bn": True}, "--sync_bn True: not with DataParallel"),
+        (0, 0, 2, {"memory_budget": "1GiB"}, "--memory_budget 1GiB: not with DataParallel"),
+        (0, 0, 2, {"batch_size": "auto"}, "--batch_size auto: not with DataParallel"),
+        (0, 0, 0, {"batch_size": "auto"}, "--batch_size auto: a CPU has no memory of its own to fill, add"),
+        (0, 0, 2, {"batch_size": "auto", "device": "cpu"}, "--batch_size auto: a CPU has"),
     ],
 )
 def test_what_cannot_be_served_is_refused(launcher, rank, size, gpus, flags, words):
@@ -172,3 +178,87 @@ def test_three_ranks(tmp_path):
         alone = engine.evaluate(Order(0), loader, Config(channels_last=False), World())
         for mine in seen:
             assert mine[f"evaluate {size}"] == pytest.approx(alone, abs=1e-7)
+
+
+# What they train
+
+
+class Batches(list):
+    """What :func:`engine.train_steps` needs of a loader."""
+
+    @property
+    def sampler(self):
+        return range(sum(len(labels) for _, labels in self))
+
+
+def _run(config, world, seed):
+    model = densenet_bc(10, 4, drop_rate=config.drop_rate)
+    if config.sync_bn and world.size > 1:
+        model = SyncBatchNorm.convert_sync_batchnorm(model)
+    torch.manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), engine.step_lr(config, world), config.momentum, nesterov=True)
+    return checkpoint.State(
+        model=model,
+        optimizer=optimizer,
+        scheduler=engine.scheduler(optimizer, config, world),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        ema=engine.averaged(model, config.ema_decay),
+        totals=engine.Totals(torch.device("cpu")),
+    )
+
+
+def _images(step, count):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(count, 3, 8, 8, generator=generator), torch.randint(10, (count,), generator=generator)
+
+
+def _parameters(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def _after_each_step():
+    config, after = Config(device="cpu", batch_size=4, drop_rate=0.2, ema_decay=0.9, accumulation_steps=2), []
+    with distributed.start(config) as world:
+        torch.manual_seed(world.rank)  # the wrapper gives all ranks the weights of the first
+        state = _run(config, world, seed=world.rank)
+        trained = world.wrap(state.model)
+        batches = Batches(_images(10 * world.rank + step, 4) for step in range(9))
+        for _ in engine.train_steps(trained, batches, state, config, world):
+            after.append(_parameters(state.model))
+    return after
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_hold_equal_parameters_after_each_step(tmp_path, size):
+    """Kills: gradients that are not exchanged, or exchanged before the accumulation is complete."""
+    first, *others = on_ranks(size, tmp_path, _after_each_step)
+    assert len(first) == 5 and not torch.equal(first[0], first[4])
+    for other in others:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
+
+
+def _synchronised(sync_bn=True):
+    config = Config(device="cpu", batch_size=4, sync_bn=sync_bn, warmup_epochs=0, lr=0.05, lr_scaling="none")
+    with distributed.start(config) as world:
+        torch.manual_seed(7)
+        state = _run(config, world, seed=0)
+        batches = Batches([part[4 * world.rank :][:4] for part in _images(step, 8)] for step in range(5))
+        for _ in engine.train_steps(world.wrap(state.model), batches, state, config, world):
+            pass
+        loss = state.totals.over_ranks(world)[0]
+    return state.model.state_dict(), loss
+
+
+def test_synchronised_batch_norm_trains_as_one_process_with_the_whole_batch(tmp_path):
+    config = Config(batch_size=8, lr=0.05)
+    torch.manual_seed(7)
+    state = _run(config, World(), seed=0)
+    whole = Batches(_images(step, 8) for step in range(5))
+    for _ in engine.train_steps(state.model, whole, state, config, World()):
+        pass
+    for mine, loss in on_ranks(2, tmp_path, _synchronised):
+        assert loss == pytest.approx(state.totals.means()[0], rel=1e-4)
+        for name, tensor in state.model.state_dict().items():
+            torch.testing.assert_close(mine[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    local, _ = on_ranks(2, tmp_path, _synchronised, False)[0]
+    assert not torch.allclose(local["features.norm5.running_var"], mine["features.norm5.running_var"], rtol=1e-2)

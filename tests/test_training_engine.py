@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
+from efficient_densenet import densenet121, densenet_bc
 from efficient_densenet.training import checkpoint, engine
 from efficient_densenet.training.config import Config, RunError
 from efficient_densenet.training.distributed import World
@@ -55,7 +56,20 @@ def test_warmup():
     assert ours(20, ranks=4, warmup_epochs=0) == ours(20, ranks=4, lr_scaling="none") == plain
     cosine = rates(lambda optimizer: CosineAnnealingLR(optimizer, 16), 16)
     assert ours(20, schedule="cosine", warmup_epochs=4)[4:] == pytest.approx(cosine)
-    assert len(ours(2, schedule="cosine", warmup_epochs=5)) == 2
+    assert len(ours(2, schedule="cosine", ranks=4)) == len(ours(2, schedule="cosine", warmup_epochs=2)) == 2
+
+
+@pytest.mark.parametrize("build, size, least", [
+    (lambda: densenet_bc(10, 4), 4, 2), (lambda: densenet_bc(10, 4), 7, 2), (lambda: densenet_bc(10, 4), 8, 1),
+    (densenet121, 32, 2), (densenet121, 64, 1),
+])  # fmt: skip
+def test_the_images_that_batch_norm_needs(build, size, least):
+    """Kills: an epoch that ends with an error in its last batch."""
+    with torch.device("meta"):
+        assert engine.least_batch(build(), [size, size]) == least
+    model, image = build(), torch.randn(1, 3, size, size)
+    with contextlib.nullcontext() if least == 1 else pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(image)
 
 
 def test_totals_are_means_over_images_whatever_the_batches():

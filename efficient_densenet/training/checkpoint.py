@@ -44,6 +44,11 @@ class State:
     best_error: float = math.inf
     rows: list = dataclasses.field(default_factory=list)
 
+    @property
+    def kept(self):
+        """The model that is evaluated and kept: the averaged one, where there is one."""
+        return self.model if self.ema is None else self.ema.module
+
     def parts(self):
         """The objects with a state dict of their own, by name."""
         names = ("model", "optimizer", "scheduler", "scaler", "ema")
@@ -147,10 +152,12 @@ def recall(config, given):
         UsageError: A typed flag contradicts the run.
     """
     if config.evaluate is not None:
-        if config.resume is not False:
-            raise UsageError("--evaluate does not go with --resume: it trains nothing")
+        for flag in ("resume", "memory_budget"):
+            if getattr(config, flag):
+                raise UsageError(f"--evaluate does not go with --{flag}: it trains nothing")
+        read_weights(config.evaluate)  # before any work
         path = config.evaluate
-        settings = _settings(path if os.path.isdir(path) else os.path.dirname(path))
+        settings = settings_in(path if os.path.isdir(path) else os.path.dirname(path))
         settings = {name: value for name, value in settings.items() if name not in _MACHINE}
     else:
         if config.resume is False:
@@ -162,23 +169,35 @@ def recall(config, given):
                 raise UsageError("--resume True: which run? add --save FOLDER, or give the folder to --resume")
             folder = config.save
         else:
-            folder = os.path.dirname(config.resume) if config.resume.endswith(".pt") else config.resume
-            folder = folder or "."
+            folder = config.resume
+            if os.path.basename(folder) == "checkpoint.pt":
+                folder = os.path.dirname(folder) or "."
+            if not os.path.isdir(folder):
+                wanted = "the folder of a run, or the checkpoint.pt in it"
+                raise UsageError(f"--resume {config.resume}: there is no such folder; it takes {wanted}")
             if config.save is not None and os.path.abspath(config.save) != os.path.abspath(folder):
                 raise UsageError(f"--resume {config.resume}: goes on in {folder}, not in --save {config.save}")
         config = dataclasses.replace(config, save=folder, resume=True)
-        settings = _settings(folder)
+        settings = settings_in(folder)
 
+    changes = {}
     for name in set(settings) & set(Config.__dataclass_fields__) - _PLACE:
         mine, theirs = getattr(config, name), settings[name]
-        if name not in given:
-            config = dataclasses.replace(config, **{name: theirs})
-        elif config.resume and name not in _FREE and mine not in (theirs, "auto"):
+        left_open = mine == "auto"
+        if name == "efficient":
+            settled = theirs in (True, "auto") or settings.get("memory_budget") is not None
+            left_open = settled and mine in (True, "auto")
+        if name not in given or left_open:  # what a flag leaves open is as the run has settled it
+            changes[name] = theirs
+        elif config.resume and name not in _FREE and mine != theirs:
             raise UsageError(f"--{name} {mine}: the run in {config.save} has {theirs}, and it goes on as it was")
+    config = dataclasses.replace(config, **changes)
+    if config.evaluate is not None and config.batch_size == "auto":
+        raise UsageError("--batch_size auto: --evaluate takes a number")
     return config
 
 
-def _settings(folder):
+def settings_in(folder):
     """The settings of the run in a folder; none where there is none."""
     try:
         with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
@@ -195,7 +214,7 @@ def _restarted(folder):
     folders = [folder] if folder is not None else sorted(glob.glob("./results/*/"), reverse=True)
     for folder in folders if launcher else ():
         with contextlib.suppress(UsageError):
-            if _settings(folder).get("launcher") == launcher:
+            if settings_in(folder).get("launcher") == launcher:
                 return folder.rstrip("/")
     return None
 
@@ -210,18 +229,23 @@ def read(path):
         return torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except Exception as error:  # torch has no common type for what a damaged file makes it raise
-        raise UsageError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except Exception:  # torch has no common type for what another file makes it raise, and much to say
+        raise UsageError(f"cannot read {path}: it is damaged, or not a file of torch.save with nothing but tensors") from None
 
 
-def load_weights(model, path):
-    """Loads weights from a run's folder, its model.dat or checkpoint.pt, or a state dict that others wrote.
+def read_weights(path):
+    """Reads weights from a run's folder, its model.dat or checkpoint.pt, or a state dict that others wrote.
 
     Prefixes of wrappers (``module.``, ``_orig_mod.``), a state dict inside a training checkpoint, and the names of
     torchvision's first DenseNets (``norm.1``, ``conv.2``) are understood. A checkpoint's averaged weights come first.
 
+    Returns:
+        The tensors by the names that this library gives them.
+
     Raises:
-        UsageError: There is no such file, or keys or shapes that do not fit, which are listed.
+        UsageError: There is no such file, or it holds no weights.
     """
     file = os.path.join(path, "model.dat") if os.path.isdir(path) else path
     content = read(file)
@@ -234,8 +258,18 @@ def load_weights(model, path):
     tensors = (
         {key: value for key, value in content.items() if torch.is_tensor(value)} if isinstance(content, dict) else {}
     )
-    state = {_plain_key(key): value for key, value in tensors.items() if key != "n_averaged"}
-    expected = model.state_dict()
+    if not tensors:
+        raise UsageError(f"--evaluate {path}: there are no weights in {file}")
+    return {_plain_key(key): value for key, value in tensors.items() if key != "n_averaged"}
+
+
+def load_weights(model, path):
+    """Loads what :func:`read_weights` finds.
+
+    Raises:
+        UsageError: Keys or shapes do not fit, which are listed; or there is nothing to load.
+    """
+    state, expected = read_weights(path), model.state_dict()
     wrong = [f"missing {key}" for key in expected if key not in state]
     wrong += [f"unexpected {key}" for key in state if key not in expected]
     wrong += [

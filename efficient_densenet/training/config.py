@@ -7,6 +7,7 @@ import functools
 import inspect
 import io
 import math
+import re
 import sys
 import types
 import typing
@@ -30,8 +31,17 @@ class RunError(RuntimeError):
         super().__init__(message.rpartition(f"{__name__}.RunError: ")[2].strip())
 
 
+def bytes_of(text):
+    """The bytes of ``"8GiB"``, ``"1.5GiB"``, ``"500MiB"``, ``"1000KiB"`` or ``"1000000"``; None for any other text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)|(\d+)", text)
+    if found is None:
+        return None
+    number, unit, whole = found.groups()
+    return int(whole) if whole else int(float(number) * 1024 ** (1 + ("KiB", "MiB", "GiB", "TiB").index(unit)))
+
+
 def _flag(default, choices=(), **bounds):
-    """A field of :class:`Config`. ``bounds``: ``at_least``, ``above``, ``at_most``, ``below``."""
+    """A field of :class:`Config`. ``choices``: the texts it takes; ``bounds``: ``at_least``, ``above``, ``at_most``, ``below``."""
     return dataclasses.field(default=default, metadata={"choices": choices, "bounds": bounds})
 
 
@@ -58,7 +68,7 @@ class Config:
         drop_rate: Dropout after each layer.
         model: An ImageNet shape instead of a depth: densenet121, densenet161, densenet169, densenet201, densenet264.
         n_epochs: Passes over the training set.
-        batch_size: Images per GPU and step.
+        batch_size: Images per GPU and step; auto for as many as fit into --memory_budget.
         lr: Learning rate per GPU.
         wd: Weight decay.
         momentum: Nesterov momentum.
@@ -83,6 +93,9 @@ class Config:
             start if it has no checkpoint yet. Only n_epochs, num_workers, progress and tensorboard may change.
         save_every_steps: Write a checkpoint after every so many steps, not only after each epoch.
         evaluate: Test a saved model and train nothing; takes a run's folder, model.dat or another file of weights.
+        memory_budget: What training may allocate per GPU (on a CPU: for its tensors), e.g. 8GiB, 500MiB or bytes; measured
+            before it starts. Picks the fastest way (--efficient) that fits; with an explicit one: that or an error.
+            Default: no limit; for --batch_size auto 90 % of what the GPU has free.
         tensorboard: Write the curves for TensorBoard too.
         max_steps: At most so many training steps in each epoch, for trying things out.
     """
@@ -101,7 +114,7 @@ class Config:
     drop_rate: float = _flag(0.0, at_least=0, below=1)
     model: str | None = _flag(None, choices=("densenet121", "densenet161", "densenet169", "densenet201", "densenet264"))
     n_epochs: int = _flag(300, at_least=1)
-    batch_size: int = _flag(64, at_least=1)
+    batch_size: int | str = _flag(64, choices=("auto",), at_least=1)
     lr: float = _flag(0.1, above=0)
     wd: float = _flag(1e-4, at_least=0)
     momentum: float = _flag(0.9, at_least=0, below=1)
@@ -125,6 +138,7 @@ class Config:
     resume: bool | str = _flag(False)
     save_every_steps: int | None = _flag(None, at_least=1)
     evaluate: str | None = _flag(None)
+    memory_budget: str | None = _flag(None)
     tensorboard: bool = _flag(False)
     max_steps: int | None = _flag(None, at_least=1)
 
@@ -132,11 +146,23 @@ class Config:
         for field in dataclasses.fields(self):
             value = _checked(field, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
+        if self.memory_budget is not None and not bytes_of(self.memory_budget):
+            raise UsageError(f"--memory_budget {self.memory_budget}: expected bytes, or e.g. 8GiB or 500MiB")
+        if self.warmup_epochs is not None and self.warmup_epochs > self.n_epochs:
+            raise UsageError(f"--warmup_epochs {self.warmup_epochs}: the run has {self.n_epochs} epochs, it must be at most that")
 
 
 def _types(field):
     """The types that a field takes."""
     return typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+
+
+def _kinds(field):
+    """What a field takes, in words."""
+    names = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
+    if field.metadata["choices"]:
+        names[str] = " or ".join(field.metadata["choices"])
+    return " or ".join(names[kind] for kind in _types(field))
 
 
 def _checked(field, value):
@@ -145,13 +171,17 @@ def _checked(field, value):
     if float in types_ and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) not in types_:
-        names = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
-        raise UsageError(f"--{field.name} {value}: expected {' or '.join(names[kind] for kind in types_)}")
+        raise UsageError(f"--{field.name} {value}: expected {_kinds(field)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"--{field.name} {value}: expected a finite number")
+    if value == "":
+        raise UsageError(f"--{field.name} needs a value, not an empty text")
     choices, bounds = field.metadata["choices"], field.metadata["bounds"]
-    if value is not None and choices and value not in choices:
-        raise UsageError(f"--{field.name} {value}: expected one of {', '.join(choices)}")
+    if isinstance(value, str):
+        if choices and value not in choices:
+            wanted = _kinds(field) if int in types_ else f"one of {', '.join(choices)}"
+            raise UsageError(f"--{field.name} {value}: expected {wanted}")
+        return value
     holds = {
         "at_least": lambda bound: value >= bound,
         "above": lambda bound: value > bound,
@@ -199,12 +229,13 @@ def parse_flags(arguments):
         raise UsageError(_explain(messages.getvalue())) from None
 
     typed = set(given)
-    fixed = [name for name in ("depth", "growth_rate", "compression") if name in given]
-    if given.get("model") is not None and fixed:
-        raise UsageError(f"--{fixed[0]} does not go with --model {given['model']}, whose shape is fixed")
     if "data" in given and given.get("dataset", "auto") == "auto":  # someone who names a folder wants what is in it
         given["dataset"] = "cifar10"
-    return Config(**given), typed
+    config = Config(**given)
+    fixed = [name for name in ("depth", "growth_rate", "compression") if name in given]
+    if config.model is not None and fixed:
+        raise UsageError(f"--{fixed[0]} does not go with --model {config.model}, whose shape is fixed")
+    return config, typed
 
 
 def _text(field, value):
@@ -213,7 +244,9 @@ def _text(field, value):
         return value == "True"
     if value == "True":
         raise UsageError(f"--{field.name} needs a value")
-    return None if value == "None" else value
+    if int in _types(field) and re.fullmatch(r"[+-]?\d+", value):
+        return int(value)
+    return None if value == "None" and type(None) in _types(field) else value
 
 
 def _explain(message):

@@ -32,6 +32,7 @@ _FACTS = {
     "imagefolder": (*_IMAGENET, True),
     "digits": ((0.3055,) * 3, (0.3235,) * 3, False),
 }
+_UNREADABLE = (OSError, SyntaxError, ValueError)  # what PIL raises for files it cannot make sense of
 _FASHION_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
 
@@ -78,18 +79,37 @@ class TrainSampler(Sampler):
     """This rank's share of an epoch, newly shuffled in every epoch, with a seed for each image's augmentation.
 
     Every rank gets equally many images; where they do not come out even, torch's ``DistributedSampler`` repeats some.
+    Of the last batch, what BatchNorm cannot take a variance of is left out.
 
     Args:
         size: Images in the training set.
         world: The processes that share them.
-        seed: With the epoch, all that the order depends on.
-        limit: At most so many images per rank and epoch.
+        config: The flags. With the epoch, the order depends on nothing but ``seed``.
+        least: Images that a batch must have (on each GPU, under DataParallel).
+
+    Attributes:
+        images: Images of this rank in an epoch.
+        per_step: Images of this rank in a step.
+        note: What is left out, to be said behind the step's description; mostly nothing.
+
+    Raises:
+        UsageError: No batch can be large enough.
     """
 
-    def __init__(self, size, world, seed, limit=None):
-        self._order = DistributedSampler(range(size), world.size, world.rank, shuffle=True, seed=seed)
-        self._size, self._seed, self._first = size, seed, 0
-        self.images = min(self._order.num_samples, limit or math.inf)
+    def __init__(self, size, world, config, least=1):
+        self._order = DistributedSampler(range(size), world.size, world.rank, shuffle=True, seed=config.seed)
+        self._size, self._seed, self._first = size, config.seed, 0
+        batch = config.batch_size * world.gpus
+        self.per_step = batch * config.accumulation_steps
+        share = min(self._order.num_samples, config.max_steps * self.per_step if config.max_steps else math.inf)
+        self.images, self.note = share, ""
+        while _smallest_part(self.images % batch, world.gpus) < least:
+            self.images -= 1
+        if self.images < share:
+            self.note = f", {share - self.images} left over in an epoch: BatchNorm needs {least} in a batch here"
+        if min(self.images, config.batch_size) < least:
+            wanted = f"BatchNorm needs {least} in a batch (an image leaves it one value per channel)"
+            raise UsageError(f"--batch_size {config.batch_size}: too few images, {wanted}")
 
     def set_epoch(self, epoch, first=0):
         """Chooses the epoch, and the image to start it at."""
@@ -104,6 +124,12 @@ class TrainSampler(Sampler):
         seeds = torch.randint(2**62, (self._size,), generator=generator).tolist()
         for index in list(self._order)[self._first : self.images]:
             yield index, seeds[index]
+
+
+def _smallest_part(images, gpus):
+    """The fewest images on a GPU where DataParallel spreads some, as ``torch.chunk`` does; infinite where there are none."""
+    part = -(-images // gpus)
+    return (images % part or part) if images else math.inf
 
 
 class EvalSampler(Sampler):
@@ -151,10 +177,7 @@ def load(config, world, seed):
         )
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
     mean, std, flip = _FACTS[name]
-    width, height = world.on_main(lambda: train[0][0].size) if config.image_size is None else (config.image_size,) * 2
-    for source in (train, test):
-        if isinstance(source, _Folder) and config.image_size is None:
-            source.size = (width, height)
+    width, height = (config.image_size,) * 2 if config.image_size else world.on_main(lambda: _size(name, train, test))
     augment, prepare = _transforms(config.image_size, (height, width), mean, std, flip)
     facts = {
         "name": name,
@@ -276,25 +299,34 @@ def _open(name, folder, download):
     return train, test
 
 
+def _size(name, train, test):
+    """Width and height of the images, which must be alike; the headers of files say it."""
+    if name != "imagefolder":
+        return train[0][0].size
+    first = None
+    for path, _ in train.samples + test.samples:
+        try:
+            with Image.open(path) as image:
+                size = image.size
+        except _UNREADABLE as error:
+            raise UsageError(f"--data: cannot read the image {path}: {error}") from None
+        first = first or size
+        if size != first:
+            pixels = "{}x{} pixels, the first image has {}x{}".format(*size, *first)
+            raise UsageError(f"--image_size: the image {path} has {pixels}; --image_size N makes them all alike")
+    return first
+
+
 class _Folder(datasets.ImageFolder):
-    """Class folders of image files; a file that cannot be used is named.
-
-    Attributes:
-        size: Width and height that all images must have, or None where they are resized.
-    """
-
-    size = None
+    """Class folders of image files; a file that cannot be used is named."""
 
     def __getitem__(self, index):
         path, label = self.samples[index]
         try:
             with open(path, "rb") as file:
                 image = Image.open(file).convert("RGB")
-        except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for files it cannot make sense of
+        except _UNREADABLE as error:
             raise RunError(f"cannot read the image {path}: {error}") from None
-        if self.size is not None and image.size != self.size:
-            pixels = "{}x{} pixels, the first image has {}x{}".format(*image.size, *self.size)
-            raise RunError(f"the image {path} has {pixels}: --image_size N makes them all alike")
         return image, label
 
 

@@ -246,6 +246,8 @@ def find_world(config):
     if config.device.startswith("cuda") and gpus == 0:
         raise UsageError(f"--device {config.device}: no CUDA GPU is visible, use --device cpu")
     on_gpu = config.device != "cpu" and gpus > 0
+    if config.batch_size == "auto" and config.memory_budget is None and not on_gpu:
+        raise UsageError("--batch_size auto: a CPU has no memory of its own to fill, add e.g. --memory_budget 4GiB")
     index = int(config.device[5:]) if config.device.startswith("cuda:") else None
     if index is not None and index >= gpus:
         raise UsageError(f"--device {config.device}: {gpus} CUDA GPUs are visible, the last is cuda:{gpus - 1}")
@@ -268,9 +270,11 @@ def find_world(config):
     if config.parallel == "dp" and not (on_gpu and index is None):
         raise UsageError("--parallel dp: needs visible CUDA GPUs and no number in --device")
     several = on_gpu and index is None and gpus > 1 and config.parallel != "none"
-    for flag in ("compile", "sync_bn"):
-        if several and getattr(config, flag):
-            raise UsageError(f"--{flag} True: not with DataParallel; start it with torchrun, or with --parallel none")
+    unserved = {"compile": config.compile, "sync_bn": config.sync_bn, "memory_budget": config.memory_budget,
+                "batch_size": config.batch_size == "auto" and "auto"}  # fmt: skip
+    for flag, value in unserved.items():
+        if several and value:
+            raise UsageError(f"--{flag} {value}: not with DataParallel; start it with torchrun, or with --parallel none")
     device = torch.device("cuda", index or 0) if on_gpu else torch.device("cpu")
     return World(device=device, gpus=gpus if several else 1)
 

@@ -60,6 +60,18 @@ def describe_step(config, world):
     )
 
 
+@torch.no_grad()
+def least_batch(model, image_size):
+    """Images that a batch must have for BatchNorm in training: two where an image leaves it one value per channel.
+
+    Args:
+        model: A network on the meta device.
+        image_size: Height and width.
+    """
+    image = torch.empty(1, model.in_channels, *image_size, device="meta")
+    return 2 if model.set_efficient(False).eval().forward_features(image).shape[2:].numel() == 1 else 1
+
+
 def scheduler(optimizer, config, world):
     """The learning rate's course, stepped once per epoch.
 
@@ -73,7 +85,7 @@ def scheduler(optimizer, config, world):
             return (epoch + 1) / (warmup + 1)
         if config.schedule == "multistep":
             return 0.1 ** sum(epoch >= share * config.n_epochs for share in (0.5, 0.75))
-        return (1 + math.cos(math.pi * (epoch - warmup) / (config.n_epochs - warmup))) / 2
+        return (1 + math.cos(math.pi * (epoch - warmup) / max(config.n_epochs - warmup, 1))) / 2
 
     return lr_scheduler.LambdaLR(optimizer, factor)
 

@@ -95,6 +95,13 @@ class Results:
             nearest = os.path.dirname(nearest)
         if not os.path.isdir(nearest):
             raise UsageError(f"--save {self.folder}: {nearest} is not a folder")
+        for name in os.path.relpath(self.folder, nearest).split(os.sep):
+            try:
+                os.lstat(os.path.join(nearest, name))
+            except FileNotFoundError:
+                pass
+            except OSError as error:  # a name that no file can have
+                raise UsageError(f"--save {self.folder}: {error.strerror}") from None
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise UsageError(f"--save {self.folder}: no permission to write in {nearest}")
         if os.path.isdir(self.folder):
@@ -106,8 +113,11 @@ class Results:
 
     def begin(self, settings, epochs=None):
         """Makes the folder, writes config.json, and clears what an earlier run left unless its ``epochs`` go on."""
-        with _explained(f"cannot write to {self.folder}"):
+        try:
             os.makedirs(self.folder, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--save {self.folder}: cannot make this folder: {error.strerror}") from None
+        with _explained(f"cannot write to {self.folder}"):
             self._lock()
             for name in RESULTS if epochs is None else ():
                 with contextlib.suppress(FileNotFoundError):
