@@ -66,4 +66,6 @@ def checkpointed_bottleneck(
 
 
 def _norm_relu_conv(x, gamma, beta, weight, bias, statistics, eps, exchange, convolution, geometry) -> Tensor:
+    # Views: torch 2.4 forgets a leaf's hooks where a Function within a checkpoint is its first reader.
+    gamma, beta = (p if p is None else p.view_as(p) for p in (gamma, beta))
     return convolution(norm_relu(x, gamma, beta, statistics, eps, exchange), weight, bias, *geometry)
