@@ -21,9 +21,10 @@ On from where a run stopped (torchrun with --max-restarts does it by itself), an
     python demo.py --evaluate results/RUN
 
 Batch size and learning rate are per GPU. Without --dataset: CIFAR-10 where it can be had, else scikit-learn's digits.
-``python demo.py --help`` lists all flags. A run leaves results.csv, model.dat, config.json, checkpoint.pt and curves.png
-in its folder, prints a line per epoch, and ends with the test error of model.dat. Ctrl-C and SIGTERM end it after the
-step, with a checkpoint. A mistake in the flags is one line on standard error and exit code 2, before anything is done.
+``python demo.py --help`` lists all flags. A run leaves results.csv, model.dat, config.json, checkpoint.pt and
+curves.png in its folder, prints a line per epoch, and ends with the test error of model.dat. Ctrl-C and SIGTERM end it
+after the step, with a checkpoint. A mistake in the flags is one line on standard error and exit code 2, before anything
+is done.
 """
 
 import contextlib
@@ -59,7 +60,8 @@ def describe(model, config):
     name = config.model or f"densenet_bc (depth {config.depth}, growth rate {config.growth_rate})"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     plans = [f"{plan.runs} ({plan.reason})" if plan.reason else plan.runs for plan in model.execution_plan()]
-    return f"model: {name}, {parameters:,} parameters, efficient={model.efficient}, blocks run: {', '.join(dict.fromkeys(plans))}"
+    runs = ", ".join(dict.fromkeys(plans))
+    return f"model: {name}, {parameters:,} parameters, efficient={model.efficient}, blocks run: {runs}"
 
 
 def find_images(config, world, say):

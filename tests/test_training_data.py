@@ -192,7 +192,8 @@ def test_an_unreadable_image_is_named(folders, workers):
 
 def test_an_image_of_another_size_is_named(folders):
     Image.new("RGB", (9, 8)).save(folders / "test/b/1.png")
-    with pytest.raises(UsageError, match=r"--image_size: .*test/b/1.png has 9x8 pixels, the first image has 8x8; --image_size N"):
+    words = r"--image_size: .*test/b/1.png has 9x8 pixels, the first image has 8x8; --image_size N"
+    with pytest.raises(UsageError, match=words):
         load(dataset="imagefolder", data=str(folders))
     assert load(dataset="imagefolder", data=str(folders), image_size=8).test[3][0].shape == (3, 8, 8)
     (folders / "test/b/1.png").write_bytes(b"no image")
@@ -256,8 +257,8 @@ def test_training_gives_the_ranks_equal_shares_of_all_images(size, ranks):
 
 @pytest.mark.parametrize(
     "size, ranks, gpus, batch, images",
-    [(33, 1, 1, 16, 32), (34, 1, 1, 16, 34), (32, 1, 1, 16, 32), (97, 3, 1, 16, 32), (99, 3, 1, 16, 32), (100, 3, 1, 16, 34),
-     (69, 1, 4, 16, 64), (72, 1, 4, 16, 72), (77, 1, 4, 16, 76), (65, 1, 4, 16, 64)],
+    [(33, 1, 1, 16, 32), (34, 1, 1, 16, 34), (32, 1, 1, 16, 32), (97, 3, 1, 16, 32), (99, 3, 1, 16, 32),
+     (100, 3, 1, 16, 34), (69, 1, 4, 16, 64), (72, 1, 4, 16, 72), (77, 1, 4, 16, 76), (65, 1, 4, 16, 64)],
 )  # fmt: skip
 def test_no_batch_is_left_with_a_single_image(size, ranks, gpus, batch, images):
     samplers = [

@@ -100,7 +100,7 @@ def state_of(model, config):
 
 
 class Batches(list):
-    """What :func:`engine.train_steps` needs of a loader: batches, and a sampler that knows how many images they hold."""
+    """What :func:`engine.train_steps` needs of a loader: batches, and a sampler as long as their images."""
 
     @property
     def sampler(self):

@@ -1,6 +1,7 @@
 """The files of a run, and the memory of an epoch."""
 
 import csv
+import errno
 import os
 
 import numpy
@@ -59,6 +60,20 @@ def test_a_read_only_place_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(log.os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(UsageError, match=f"no permission to write in {tmp_path}"):
         log.Results(Config(save=str(tmp_path / "a/b")))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_the_flags_fault(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="--save .*: File name too long"):
+        log.Results(Config(save=str(tmp_path / "a" / ("b" * 300))))
+    results = log.Results(Config(save=str(tmp_path / "a/b")))
+
+    def read_only(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(log.os, "makedirs", read_only)
+    with pytest.raises(UsageError, match="--save .*a/b: cannot make this folder: Read-only file system"):
+        results.begin({})
     assert os.listdir(tmp_path) == []
 
 

@@ -21,8 +21,8 @@ def choose(config, start, images, least, world, say):
     """Settles what ``--memory_budget`` and ``--batch_size auto`` leave open; every rank calls this, rank 0 decides.
 
     A run needs the peak of its allocations from the building of the model on: parameters, buffers, gradients, optimizer
-    state, averaged weights, and training and evaluating a batch. It is measured with random images, under the flags' own
-    settings, on a model of its own (before ``--compile``), and leaves the random numbers alone. The batch size is
+    state, averaged weights, and training and evaluating a batch. It is measured with random images, under the flags'
+    own settings, on a model of its own (before ``--compile``), and leaves the random numbers alone. The batch size is
     searched along the straight line that memory follows; what is chosen has been measured.
 
     Args:
@@ -114,7 +114,7 @@ def search(need, budget, least, most):
         guess = fits + math.floor((budget - needs[fits]) / slope) if slope > 0 else (fits + too_large) // 2
         if math.isinf(needs.get(too_large, 0)):  # which is on no line
             guess = min(guess, (fits + too_large) // 2)
-        # Step by step, as what no batch size changes may hide the slope at first; and the line is never believed unseen.
+        # At most eightfold: what no batch size changes may hide the slope at first. At least one more: lines err.
         guess = min(max(guess, fits + 1), 8 * fits, too_large - 1)
         needs[guess] = need(guess)
         if needs[guess] <= budget:
@@ -125,7 +125,7 @@ def search(need, budget, least, most):
 
 
 def _slope(needs, batch):
-    """Bytes per image at a measured batch size, from the next larger one that was measured, or else the next smaller."""
+    """Bytes per image at a measured batch size, from the next larger one that was measured, else the next smaller."""
     others = [other for other, bytes_ in needs.items() if other != batch and math.isfinite(bytes_)]
     if not others:
         return 0

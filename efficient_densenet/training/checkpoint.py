@@ -55,7 +55,7 @@ class State:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def check_finite(self, folder):
-        """Raises a :class:`RunError` if a loss of this epoch, a weight or a statistic is not a number; waits for the device."""
+        """Waits for the device; raises a :class:`RunError` unless all losses, weights and statistics are finite."""
         tensors = [
             self.totals.sums,
             *self.model.parameters(),
@@ -232,7 +232,8 @@ def read(path):
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception:  # torch has no common type for what another file makes it raise, and much to say
-        raise UsageError(f"cannot read {path}: it is damaged, or not a file of torch.save with nothing but tensors") from None
+        wanted = "it is damaged, or no file of torch.save with tensors and plain objects alone"
+        raise UsageError(f"cannot read {path}: {wanted}") from None
 
 
 def read_weights(path):

@@ -23,7 +23,7 @@ class UsageError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A fault that ends a run and that one line explains: an unreadable image, a full disk, a loss that is not finite."""
+    """A fault that ends a run, explained by one line: an unreadable image, a full disk, a loss that is not finite."""
 
     exit_code = 1
 
@@ -41,7 +41,13 @@ def bytes_of(text):
 
 
 def _flag(default, choices=(), **bounds):
-    """A field of :class:`Config`. ``choices``: the texts it takes; ``bounds``: ``at_least``, ``above``, ``at_most``, ``below``."""
+    """A field of :class:`Config`.
+
+    Args:
+        default: Its value where the flag is not given.
+        choices: The texts that it takes.
+        bounds: Of its numbers: ``at_least``, ``above``, ``at_most``, ``below``.
+    """
     return dataclasses.field(default=default, metadata={"choices": choices, "bounds": bounds})
 
 
@@ -93,9 +99,9 @@ class Config:
             start if it has no checkpoint yet. Only n_epochs, num_workers, progress and tensorboard may change.
         save_every_steps: Write a checkpoint after every so many steps, not only after each epoch.
         evaluate: Test a saved model and train nothing; takes a run's folder, model.dat or another file of weights.
-        memory_budget: What training may allocate per GPU (on a CPU: for its tensors), e.g. 8GiB, 500MiB or bytes; measured
-            before it starts. Picks the fastest way (--efficient) that fits; with an explicit one: that or an error.
-            Default: no limit; for --batch_size auto 90 % of what the GPU has free.
+        memory_budget: What training may allocate per GPU (on a CPU: for its tensors), e.g. 8GiB, 500MiB or bytes. It is
+            measured before the start, and the fastest way (--efficient) that fits is picked; an explicit one is used or
+            refused. Default: no limit; for --batch_size auto 90 % of what the GPU has free.
         tensorboard: Write the curves for TensorBoard too.
         max_steps: At most so many training steps in each epoch, for trying things out.
     """
@@ -149,7 +155,7 @@ class Config:
         if self.memory_budget is not None and not bytes_of(self.memory_budget):
             raise UsageError(f"--memory_budget {self.memory_budget}: expected bytes, or e.g. 8GiB or 500MiB")
         if self.warmup_epochs is not None and self.warmup_epochs > self.n_epochs:
-            raise UsageError(f"--warmup_epochs {self.warmup_epochs}: the run has {self.n_epochs} epochs, it must be at most that")
+            raise UsageError(f"--warmup_epochs {self.warmup_epochs}: the run has {self.n_epochs} epochs, take no more")
 
 
 def _types(field):
@@ -239,7 +245,7 @@ def parse_flags(arguments):
 
 
 def _text(field, value):
-    """A flag's value as typed (Fire would read 2024 as a number), where Fire's ``True`` may mean that none was typed."""
+    """A flag's value as typed (Fire would read 2024 as a number); Fire's ``True`` may mean that none was typed."""
     if value in ("True", "False") and bool in _types(field):
         return value == "True"
     if value == "True":

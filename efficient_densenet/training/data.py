@@ -127,13 +127,13 @@ class TrainSampler(Sampler):
 
 
 def _smallest_part(images, gpus):
-    """The fewest images on a GPU where DataParallel spreads some, as ``torch.chunk`` does; infinite where there are none."""
+    """The fewest images on a GPU where DataParallel spreads some, as ``torch.chunk`` does; infinite for none."""
     part = -(-images // gpus)
     return (images % part or part) if images else math.inf
 
 
 class EvalSampler(Sampler):
-    """This rank's share of a data set for evaluation: over all ranks every image exactly once, for some ranks maybe none."""
+    """This rank's share of a data set for evaluation, maybe none: over all ranks every image exactly once."""
 
     def __init__(self, size, world):
         self._share = range(world.rank, size, world.size)
@@ -153,7 +153,7 @@ def seed(config):
 def load(config, world, seed):
     """Finds, downloads if needed, splits and prepares the data set.
 
-    One process at a time downloads: rank 0, then one on every other machine (which finds the files if the disk is shared).
+    One process at a time downloads: rank 0, then one on every other machine (which finds the files on a shared disk).
 
     Args:
         config: The flags.
@@ -217,7 +217,7 @@ def batches(images, sampler, config, world):
 
 @contextlib.contextmanager
 def closing(*loaders):
-    """Ends the loaders' worker processes at the end of the block, also by an error (whose traceback would keep them)."""
+    """Ends the loaders' worker processes with the block, also by an error (whose traceback would keep them)."""
     try:
         yield
     finally:

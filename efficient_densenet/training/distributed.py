@@ -120,7 +120,7 @@ class World:
         :meth:`average_buffers` puts the statistics together where they are used.
         """
         if self.distributed:
-            # Raised where a 1x1 kernel and its gradient differ in the strides of sides of length one, which say nothing.
+            # Raised where a 1x1 kernel and its gradient differ in the strides of sides of length one: they say nothing.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             ddp = nn.parallel.DistributedDataParallel
             sync = "forward_sync_buffers"  # "broadcast_buffers" in older releases
@@ -159,7 +159,7 @@ def under_torchrun():
 
 
 def launcher():
-    """Names the torchrun that started this process, the same for all its restarts; None without one, or not on Linux."""
+    """Names the torchrun that started this process, the same for all restarts; None without one, or not on Linux."""
     if not under_torchrun():
         return None
     try:
@@ -274,7 +274,7 @@ def find_world(config):
                 "batch_size": config.batch_size == "auto" and "auto"}  # fmt: skip
     for flag, value in unserved.items():
         if several and value:
-            raise UsageError(f"--{flag} {value}: not with DataParallel; start it with torchrun, or with --parallel none")
+            raise UsageError(f"--{flag} {value}: not with DataParallel; use torchrun, or --parallel none")
     device = torch.device("cuda", index or 0) if on_gpu else torch.device("cpu")
     return World(device=device, gpus=gpus if several else 1)
 

@@ -75,8 +75,9 @@ def least_batch(model, image_size):
 def scheduler(optimizer, config, world):
     """The learning rate's course, stepped once per epoch.
 
-    ``multistep`` divides by ten when 50 % of the epochs are done, and again at 75 %, never before. ``cosine`` falls from
-    the end of the warm-up towards zero. In a warm-up of w epochs, epoch e (from 0) has (e + 1) / (w + 1) of the rate.
+    ``multistep`` divides by ten when 50 % of the epochs are done, and again at 75 %, never before. ``cosine`` falls
+    from the end of the warm-up towards zero. In a warm-up of w epochs, epoch e (from 0) has (e + 1) / (w + 1) of the
+    rate.
     """
     warmup = warmup_epochs(config, world)
 

@@ -76,8 +76,8 @@ class Results:
     """The folder of a run.
 
     Args:
-        config: The flags. ``save``: where it is, None for one named after the time, under ./results; ``overwrite``: whether
-            results that are there may go; ``resume``: whether the run that is there goes on.
+        config: The flags. ``save``: where it is, None for one named after the time, under ./results; ``overwrite``:
+            whether results that are there may go; ``resume``: whether the run that is there goes on.
 
     Raises:
         UsageError: The folder holds results already, is in use by another run, or cannot be written to.
