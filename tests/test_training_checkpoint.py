@@ -87,7 +87,7 @@ def test_a_state_survives_the_file(tmp_path, amp):
     for _ in engine.train_steps(run.model, data, run, config, World()):
         pass
     run.next_epoch({"epoch": 1, "train_loss": 2.0, "valid_error": None})
-    assert run.improves(0.5) and not run.improves(0.5) and run.improves(0.25)
+    assert run.improves(0.5) and not run.improves(0.75) and run.improves(0.5) and run.improves(0.25)
     for _ in engine.train_steps(run.model, data, run, config, World()):
         break
     torch.save(run.capture(World()), tmp_path / "checkpoint.pt")

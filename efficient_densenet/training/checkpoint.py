@@ -68,10 +68,13 @@ class State:
             raise RunError(f"the loss or a weight is not finite {where}; {good}. A lower --lr or --clip_grad may help")
 
     def improves(self, valid_error):
-        """Whether these are the best weights so far, or the last where there is no validation; remembers the error."""
+        """Whether no weights so far were better, or the last where there is no validation; remembers the error.
+
+        Of equally good ones the later are kept: a small validation set tells few epochs apart.
+        """
         if valid_error is None:
             return True
-        better = valid_error < self.best_error
+        better = valid_error <= self.best_error
         self.best_error = min(valid_error, self.best_error)
         return better
 

@@ -5,7 +5,6 @@ import datetime
 import inspect
 import os
 import signal
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -120,8 +119,6 @@ class World:
         :meth:`average_buffers` puts the statistics together where they are used.
         """
         if self.distributed:
-            # Raised where a 1x1 kernel and its gradient differ in the strides of sides of length one: they say nothing.
-            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             ddp = nn.parallel.DistributedDataParallel
             sync = "forward_sync_buffers"  # "broadcast_buffers" in older releases
             if sync not in inspect.signature(ddp).parameters:
