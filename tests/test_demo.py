@@ -563,7 +563,7 @@ def test_all_ranks_stop_in_one_step_and_go_on_bit_by_bit(tmp_path, capfd):
 
 def environment():
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::FutureWarning"}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::FutureWarning,ignore:You are using:FutureWarning"}
 
 
 def test_torchrun_starts_again_from_the_checkpoint(tmp_path):

@@ -180,3 +180,25 @@ def test_one_process_is_a_plain_batch_norm():
     for a, b in zip(want, got, strict=True):
         assert_same(a, b)
     assert len(norms(model)) == sum(isinstance(m, SyncBatchNorm) for m in other.modules())
+
+
+def with_an_empty_batch() -> list:
+    """On one rank, of which the second has no image: what each mode makes of it."""
+    dist.init_process_group("gloo")
+    outcomes = []
+    x = images(4, 3, 8, 8)[: 0 if dist.get_rank() else 4]
+    for mode in ("naive", "fused"):
+        model = build("2d", mode, synchronised=True)
+        if mode == "fused" and len(x):  # the other rank stops, and takes no part
+            break
+        try:
+            outcomes.append(len(model(x)))
+        except ValueError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_an_empty_batch_on_one_process(tmp_path):
+    """Kills: a hang, as the ranks wait for each other in different places."""
+    full, empty = on_ranks(2, tmp_path, with_an_empty_batch)
+    assert full == [4] and empty[0] == 0 and "every process needs an image" in empty[1]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.batch_norm import synchronised_over
 from ..ops.modules import CONVOLUTIONS, MAX_POOLS, is_hooked, why_no_stem, why_plain
 from ..ops.stem import norm_relu_max_pool
 from .layers import BlockPlan, DenseBlock, Transition, batch_norm, conv, mode_name, pool
@@ -204,7 +205,7 @@ class DenseNet(nn.Module):
         # Shapes come from the modules' settings, not from weights: reading a parametrized weight may move its state.
         sizes, channels = list(input_shape[2:]), 0
         blocks, alive = [], 0
-        for module in self.features.children():
+        for module in self.features._modules.values():  # with those that stand in it twice
             rows = input_shape[0] * math.prod(sizes)
             if isinstance(module, DenseBlock):
                 if module.plan().runs == "lean":
@@ -253,15 +254,16 @@ class DenseNet(nn.Module):
     @torch.jit.unused
     def _run_features(self, x: Tensor) -> Tensor:
         """``relu(features(x))``, each dense block as one function with what closes it wherever both allow it."""
-        if self._efficient in ("naive", "checkpoint") or is_hooked(self.features) or why_plain(x):
+        plain = self._efficient in ("naive", "checkpoint") or type(self.features) is not nn.Sequential
+        if plain or is_hooked(self.features) or why_plain(x):
             return F.relu(self.features(x))
         off_peak = self._off_peak(x.shape)
-        modules = list(self.features.children())
+        modules = list(self.features)
         while modules:
             module, closed = modules.pop(0), None
-            if isinstance(module, DenseBlock) and modules and (isinstance(modules[0], Transition) or len(modules) == 1):
+            if type(module) is DenseBlock and modules and (type(modules[0]) is Transition or len(modules) == 1):
                 closed = module.closed_by(x, modules[0], keep_conv1=module in off_peak)
-                if closed is not None and not isinstance(modules.pop(0), Transition):
+                if closed is not None and type(modules.pop(0)) is not Transition:
                     return closed
             elif len(modules) > 2 and not torch.compiler.is_compiling():
                 if not why_no_stem(module, *modules[:2]):
@@ -277,6 +279,10 @@ class DenseNet(nn.Module):
         if x.dim() != self.spatial_dims + 2 or x.shape[1] != self.in_channels:
             wanted = ", ".join(["N", str(self.in_channels), *["D", "H", "W"][-self.spatial_dims :]])
             raise ValueError(f"expected an input of shape ({wanted}), got {tuple(x.shape)}")
+        if len(x) == 0 and self._efficient != "naive" and any(map(synchronised_over, self.modules())):
+            raise ValueError(
+                "an empty batch: with synchronised BatchNorm every process needs an image, except with efficient='naive'"
+            )
         if min(x.shape[2:]) < self.min_size:
             raise ValueError(
                 f"input of size {'x'.join(map(str, x.shape[2:]))} is too small for this model; "

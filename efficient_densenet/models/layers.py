@@ -224,12 +224,12 @@ class DenseBlock(nn.ModuleDict):
 
     def _checkpointed(self, x: Tensor) -> Tensor:
         """The reference without concatenation and without what can be rebuilt: every layer reads one shared buffer."""
-        channels = x.shape[1] + sum(layer.growth_rate for layer in self.values())
-        buffer = FeatureBuffer(x, channels, x.dtype)
+        room = x.shape[1] + sum(layer.growth_rate for layer in self.values())
+        buffer = FeatureBuffer(x, room, x.dtype)
         statistics = functools.cache(functools.partial(FeatureStatistics, buffer.tensor))  # by group of processes
         features = append(None, x, buffer)
         layout = torch.preserve_format if any(map(is_channels_last, self.parameters())) else torch.contiguous_format
-        for layer in self.values():
+        for number, layer in enumerate(self.values(), 1):
             if why_not_recomputed(layer):
                 # An unknown module gets what concatenation would give it: a tensor of its own, as it may work in place,
                 # in the plain model's layout, as it may draw random numbers in the order of memory.
@@ -240,11 +240,13 @@ class DenseBlock(nn.ModuleDict):
                     new = new.contiguous() if layout == torch.contiguous_format else new
                 new = layer.after_bottleneck(new)
             dtype = torch.promote_types(new.dtype, features.dtype)
-            if dtype != features.dtype:  # under autocast, or behind a module of another type: promote, as cat does
-                buffer = FeatureBuffer(x, channels, dtype)
+            wanted = max(room, features.shape[1] + new.shape[1])
+            if dtype != features.dtype or wanted > room:  # under autocast, or behind a module of another type or width
+                room = wanted
+                buffer = FeatureBuffer(x, room, dtype)  # promoted, as by cat
                 statistics = functools.cache(functools.partial(FeatureStatistics, buffer.tensor))
                 features = append(None, features, buffer)
-            features = append(features, new, buffer)
+            features = append(features, new, buffer, last=number == len(self))
         return features
 
     def sizes(self) -> tuple[int, int, int]:

@@ -342,16 +342,17 @@ class _Pooling:
         return views
 
     def sums(self, z: Tensor) -> Tensor:
-        """The sum over each window, as rows."""
+        """The sum over each window, as rows, added up in float32 or wider."""
         first, *others = self.windows(z)
         if not others:
             return z
-        sums = self._run.take("pooled", first[..., 0].numel(), z.shape[1])
+        wide = torch.promote_types(z.dtype, torch.float32)
+        sums = self._run.scratch.take("pooled", first[..., 0].numel(), z.shape[1], wide)
         images = sums.view(first.shape)
         torch.add(first, others[0], out=images)
         for other in others[1:]:
             images.add_(other)
-        return sums
+        return as_type(sums, z.dtype)
 
     def mask_gradient(self, dp: Tensor, z: Tensor) -> Tensor:
         """``dz`` in the place of ``z``: the gradient of each window's sum where z is positive, else zero."""
@@ -728,7 +729,7 @@ def layer_call(layer: nn.Module) -> tuple[LayerCall, list[Tensor]]:
     def parameters(norm: nn.Module, conv: nn.Module) -> list[Tensor]:
         return [tensor(norm, "weight"), tensor(norm, "bias"), tensor(conv, "weight")]
 
-    drop_rate = layer.drop_rate if layer.training else 0.0
+    drop_rate = layer.drop_rate if layer.training and layer.drop_rate > 0 else 0.0
     norm, conv = part(layer, "norm1"), part(layer, "conv1")
     first, taken = NormCall.of(norm), parameters(norm, conv)
     if not layer.has_bottleneck:

@@ -75,7 +75,7 @@ def why_not_recomputed(layer: nn.Module) -> str:
 
 def why_not_fused(layer: nn.Module) -> str:
     """Why the block function cannot speak for a dense layer."""
-    if is_hooked(layer):
+    if is_hooked(layer) or "after_bottleneck" in layer.__dict__:
         return "it has hooks"
     if why := _why_other_norm(layer, "norm1") or _why_other(layer, "relu1", (nn.ReLU,)):
         return why
@@ -93,6 +93,8 @@ def why_no_transition(transition: nn.Module) -> str:
     """Why the block function cannot take in this transition."""
     if is_hooked(transition):
         return "it has hooks"
+    if list(transition._modules) != ["norm", "relu", "conv", "pool"]:
+        return f"it is made of {', '.join(transition._modules)}"
     return (
         _why_other_norm(transition, "norm")
         or _why_other(transition, "relu", (nn.ReLU,))

@@ -66,36 +66,37 @@ class _Append(torch.autograd.Function):
     """Write ``y`` behind ``x`` in the buffer and return both as one tensor: ``cat([x, y], 1)`` without the copy of x."""
 
     @staticmethod
-    def forward(ctx, x: Tensor | None, y: Tensor, buffer: FeatureBuffer) -> Tensor:
+    def forward(ctx, x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool) -> Tensor:
         start = 0 if x is None else x.shape[1]
         buffer.tensor.narrow(1, start, y.shape[1]).copy_(y)
         ctx.start = start
         ctx.y_dtype = y.dtype
         features = buffer.first(start + y.shape[1])
-        if features.shape[1] == buffer.tensor.shape[1]:
+        if last:
             # The finished block leaves the library's hands here. Whoever edits it in place edits what the layers will
             # read again; kept as a saved tensor, autograd notices before any of them does.
             ctx.save_for_backward(features)
         return features
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         ctx.saved_tensors  # noqa: B018 - raises if the finished block was edited in place
         before = grad[:, : ctx.start] if ctx.start else None
-        return before, grad[:, ctx.start :].to(ctx.y_dtype), None
+        return before, grad[:, ctx.start :].to(ctx.y_dtype), None, None
 
 
-def append(x: Tensor | None, y: Tensor, buffer: FeatureBuffer) -> Tensor:
+def append(x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool = False) -> Tensor:
     """Append ``y`` to the features ``x`` of ``buffer``; differentiable, equals ``torch.cat([x, y], 1)``.
 
     Args:
         x: the features so far, as :func:`append` returned them, or ``None`` for the block's input.
         y: what to write behind them.
         buffer: the storage both live in.
+        last: whether the result is the finished block.
 
     Shape:
         - x: ``(N, C, *spatial)``
         - y: ``(N, k, *spatial)``
         - returns: ``(N, C + k, *spatial)``, channels-last, sharing memory with ``buffer``
     """
-    return _Append.apply(x, y, buffer)
+    return _Append.apply(x, y, buffer, last)
