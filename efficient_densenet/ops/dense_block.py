@@ -625,7 +625,7 @@ class _Backward:
                 torch.mul(da_tile, norm2.scale, out=db)
             z = norm.relu(x, out=fit(z_scratch, rows))
             if need_weight:
-                dw = add_product(dw, db.t(), z)
+                dw = add_product(dw, z.t(), db)
             if not (need_sums or need_dx):
                 continue
             dz = torch.mm(db, matrix, out=fit(dz_scratch, rows))
@@ -634,6 +634,8 @@ class _Backward:
                 sums.add(dz, x)
             if need_dx:
                 g.addcmul_(dz[:, first:] if first else dz, norm.scale[first:])
+        if need_weight:
+            dw = dw.t().contiguous()  # the product is faster the other way round
         dgamma = None
         if sums is not None:
             product = (dw * matrix).sum(0) if need_weight else None
