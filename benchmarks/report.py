@@ -102,7 +102,7 @@ def render(results: str | Path, figure: str) -> str:
         wrapped(
             "Peak: the most that is allocated in one step of forward, loss and backward, parameters left out, their "
             "gradients in. Time: of that step, as a ratio to the plain model in channels-last, every mode in its "
-            f"faster memory layout; median of {' or '.join(map(str, rounds))} rounds, all modes in turn in one run. "
+            f"faster memory layout; median of {' or '.join(map(str, rounds)).replace(' or ', ', ', len(rounds) - 2)} rounds, all modes in turn in one run. "
             "Measured on:"
         ),
         "",
