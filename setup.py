@@ -1,4 +1,4 @@
-"""Packaging: ``pip install -e .`` for the library, ``.[demo]`` to train with demo.py, ``.[test]`` for the test suite."""
+"""Packaging: ``pip install -e .`` for the library, ``.[demo]`` to train with demo.py, ``.[test]`` for the tests."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "efficient_densenet/__init__.py").read_text(encoding="utf-8")).group(1)
+FACE = (ROOT / "efficient_densenet/__init__.py").read_text(encoding="utf-8")
+VERSION = re.search(r'__version__ = "([^"]+)"', FACE).group(1)
 
 # torchvision: data sets and the outside oracle of the tests; fire: the command line; tqdm: the progress bar;
 # matplotlib: curves.png and the benchmark figures; scikit-learn: the digits data set, which needs no download.

@@ -97,12 +97,13 @@ def render(results: str | Path, figure: str) -> str:
 
     used = [row for row in memory + speed if step_of(row) in timed]
     rounds = sorted({int(row["rounds"]) for row in speed})
+    counts = " or ".join(map(str, rounds)).replace(" or ", ", ", max(len(rounds) - 2, 0))
     lines += [
         "",
         wrapped(
             "Peak: the most that is allocated in one step of forward, loss and backward, parameters left out, their "
             "gradients in. Time: of that step, as a ratio to the plain model in channels-last, every mode in its "
-            f"faster memory layout; median of {' or '.join(map(str, rounds)).replace(' or ', ', ', len(rounds) - 2)} rounds, all modes in turn in one run. "
+            f"faster memory layout; median of {counts} rounds, all modes in turn in one run. "
             "Measured on:"
         ),
         "",

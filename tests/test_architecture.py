@@ -125,7 +125,8 @@ assert not torch.cuda.is_initialized()
 
 
 PUBLIC = {
-    "DenseNet", "SyncBatchNorm", "densenet_bc", "densenet121", "densenet161", "densenet169", "densenet201", "densenet264",
+    "DenseNet", "SyncBatchNorm", "densenet_bc",
+    "densenet121", "densenet161", "densenet169", "densenet201", "densenet264",
 }  # fmt: skip
 
 

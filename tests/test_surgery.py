@@ -1,4 +1,4 @@
-"""Models that others have changed: whatever was added, moved, subclassed or resized takes part as in the plain model."""
+"""Models that others have changed: whatever was added, moved, subclassed or resized works as in the plain model."""
 
 from __future__ import annotations
 

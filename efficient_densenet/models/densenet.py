@@ -45,7 +45,7 @@ class DenseNet(nn.Module):
             BN-ReLU-conv3x3.
         drop_rate: dropout after every dense layer, in [0, 1).
         num_classes: outputs of the classifier; 0 for none: the model then returns the pooled features.
-        small_inputs: a 3x3 stem at full resolution (CIFAR); else a strided 7x7 one with BN, ReLU and max-pool (ImageNet).
+        small_inputs: a 3x3 stem at full resolution (CIFAR); else a strided 7x7 one, BN, ReLU, max-pool (ImageNet).
         in_channels: channels of the input.
         spatial_dims: 1, 2 or 3.
         efficient: how the dense blocks run: ``False``/``"naive"``, ``"checkpoint"``, ``"fused"``, ``"lean"``, or
@@ -196,7 +196,7 @@ class DenseNet(nn.Module):
     def _off_peak(self, input_shape: Sequence[int]) -> set[DenseBlock]:
         """The blocks that may keep the outputs of their conv1 without raising the peak of a training step in lean mode.
 
-        While a block goes backward there are: all features and kept outputs up to it, its gradient buffer, and its widest
+        While a block goes backward there are: all features and kept outputs up to it, its gradient buffer, its widest
         layer's b and da. What a block keeps is there while it and every later one goes backward: outputs are kept from
         the last block on, as long as the largest of these sums stays what it is when nothing is kept.
         """
@@ -281,7 +281,8 @@ class DenseNet(nn.Module):
             raise ValueError(f"expected an input of shape ({wanted}), got {tuple(x.shape)}")
         if len(x) == 0 and self._efficient != "naive" and any(map(synchronised_over, self.modules())):
             raise ValueError(
-                "an empty batch: with synchronised BatchNorm every process needs an image, except with efficient='naive'"
+                "an empty batch: with synchronised BatchNorm every process needs an image, "
+                "except with efficient='naive'"
             )
         if min(x.shape[2:]) < self.min_size:
             raise ValueError(
@@ -296,7 +297,7 @@ class DenseNet(nn.Module):
         return self.classifier
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replace the classifier by a new one of ``num_classes`` outputs (0: none), on the same device and in the same dtype."""
+        """Replace the classifier by one of ``num_classes`` outputs (0: none), of the same device and dtype."""
         self.num_classes = _positive_int("num_classes", num_classes, least=0)
         reference = self.features.norm5.weight
         self.classifier = nn.Identity()

@@ -193,7 +193,8 @@ class DenseBlock(nn.ModuleDict):
 
     def _process_groups(self) -> set:
         """Over which processes the norms take batch statistics; for the block function it must be one choice."""
-        norms = [part(layer, name) for layer in self.values() for name in ("norm1", "norm2")[: 1 + layer.has_bottleneck]]
+        names = ("norm1", "norm2")
+        norms = [part(layer, name) for layer in self.values() for name in names[: 1 + layer.has_bottleneck]]
         return {synchronised_over(norm) for norm in norms if uses_batch_statistics(norm)}
 
     def _fused(
@@ -216,7 +217,7 @@ class DenseBlock(nn.ModuleDict):
         return out.squeeze(2) if one_d else out
 
     def _dtype_of(self, x: Tensor) -> torch.dtype | None:
-        """What the block function stores and multiplies in; None where torch would refuse the mixture, or must decide it."""
+        """What the block function stores and multiplies in; None where torch refuses or must decide the mixture."""
         weight = next(iter(self.values())).conv1.weight.dtype
         if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight):
             return torch.get_autocast_dtype(x.device.type)
@@ -260,7 +261,7 @@ class DenseBlock(nn.ModuleDict):
         return ", ".join(foreign)
 
     def plan(self, name: str = "", keeps_conv1: bool = False) -> BlockPlan:
-        """What this block runs, and why where it is not what was asked for; ``keeps_conv1`` as its model decides in lean."""
+        """What this block runs, and why where that was not asked for; ``keeps_conv1`` as its model decides in lean."""
         asked = self.efficient
         if asked == "naive":
             return BlockPlan(name, asked, "naive")

@@ -160,7 +160,7 @@ def check_count(count: int, shape: tuple[int, ...]) -> None:
 
 
 class FeatureStatistics:
-    """The batch statistics of a buffer's channels, each taken (and exchanged) once, when the first layer asks for them."""
+    """The batch statistics of a buffer's channels, taken (and exchanged) once, when a layer first asks for them."""
 
     def __init__(self, features: Tensor, group: dist.ProcessGroup | None = None):
         self._shape = features.shape
@@ -178,7 +178,7 @@ class FeatureStatistics:
         return Statistics(self._mean[:channels], self._var[:channels])
 
     def extend(self, start: int, channels: int, new: Statistics) -> None:
-        """Take the statistics of ``channels`` channels from ``start`` from whoever had them at hand, if they come next."""
+        """Take statistics of ``channels`` channels from ``start`` from whoever had them at hand, if they come next."""
         if self._known == start:
             self._append(Statistics(new.mean[:channels], new.var[:channels]))
 
@@ -213,7 +213,7 @@ def move_running_statistics(moves: Sequence[tuple[nn.Module, Statistics]], count
             tracking.append((norm.momentum, counter, mean, var, batch))
             if counter is not None:
                 counters.append(counter)
-    if len({id(mean) for _, _, mean, _, _ in tracking}) < len(tracking):  # one norm in several places moves step by step
+    if len({id(mean) for _, _, mean, _, _ in tracking}) < len(tracking):  # a norm in several places: step by step
         for move in moves:
             move_running_statistics([move], count)
         return
@@ -256,7 +256,7 @@ class FoldedNorm:
         return torch.addcmul(self.shift, x, self.scale, out=out).relu_()
 
     def add_correction(self, slope: Tensor, level: Tensor, dbeta: Tensor, gamma_dgamma: Tensor, count: int) -> None:
-        """Add what turns ``dx = scale dz`` into BatchNorm's gradient, ``dx = scale dz + slope x + (level - slope mean)``.
+        """Add what turns ``scale dz`` into BatchNorm's gradient, ``dx = scale dz + slope x + (level - slope mean)``.
 
         Args:
             slope, level: ``(C,)``; several norms that read the same channels may add to the same.
@@ -270,7 +270,7 @@ class FoldedNorm:
     def complete_gradient(
         self, x_tiles: Sequence[Tensor], tiles: Sequence[Tensor], correction: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Turn every tile from ``dz`` into ``dx = scale dz + slope x + level``, rounded once; ``None`` for no correction."""
+        """Turn every tile from ``dz`` into ``dx = scale dz + slope x + level``, rounded once; ``None``: no more."""
         if correction is None:
             for tile in tiles:
                 tile.mul_(self.scale)
@@ -290,7 +290,7 @@ class FoldedNorm:
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """The sum of the processes' tensors. Each of their losses depends on it, and so does its gradient on each of them."""
+    """The sum of the processes' tensors. All their losses depend on it, and its gradient on all of theirs."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -409,7 +409,7 @@ def norm_relu(
 ) -> Tensor:
     """``relu(gamma (x - mean) / sqrt(var + eps) + beta)`` with given statistics, in tiles that stay in the cache.
 
-    Equivalent to :func:`norm_relu_reference`; works on a slice of channels of a wider channels-last tensor at full speed.
+    Equivalent to :func:`norm_relu_reference`; as fast on a slice of channels of a wider channels-last tensor.
 
     Args:
         x: the features.

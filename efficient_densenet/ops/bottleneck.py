@@ -35,8 +35,8 @@ def checkpointed_bottleneck(
 
     Args:
         x: the features so far, a view of the block's buffer.
-        statistics: gives the batch statistics of the buffer's channels over a group of processes, taken once for all layers.
-        norm: a BatchNorm for which :func:`~.modules.why_not_recomputed` has no objection; its running statistics move here.
+        statistics: gives the batch statistics of the buffer's channels over a group of processes, for all layers.
+        norm: a BatchNorm to which :func:`~.modules.why_not_recomputed` does not object; its running statistics move.
         conv: the convolution behind it.
 
     Shape:

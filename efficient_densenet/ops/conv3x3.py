@@ -4,8 +4,8 @@ With ``y[p] = Σ_t a[p + t - 1] W[t]`` over the taps ``t`` of the kernel, the gr
 
     da[q] = Σ_t dy[q - t + 1] W[t],        dW[t] = Σ_q dy[q - t + 1] ⊗ a[q].
 
-A dense layer has few output channels (k), so its *output gradient* is the cheap side to unfold: ``(m, taps·k)`` instead of
-``(m, taps·4k)``. Unfolded once from a zero-bordered copy, dW is one matrix product with the rows of ``a``.
+A dense layer has few output channels (k), so its *output gradient* is the cheap side to unfold: ``(m, taps·k)``
+instead of ``(m, taps·4k)``. Unfolded once from a zero-bordered copy, dW is one matrix product with the rows of ``a``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _channels_last(weight: Tensor) -> Tensor:
 
 
 def forward_weight(weight: Tensor) -> Tensor:
-    """The kernel for :func:`conv_forward`: output channels filled up with zeros to a multiple of 8, a vector's width."""
+    """The kernel for :func:`conv_forward`: output channels filled up with zeros to a multiple of 8, a vector."""
     filled = -weight.shape[0] % 8
     if filled:
         weight = F.pad(weight, [0, 0] * (weight.dim() - 1) + [0, filled])
@@ -41,7 +41,7 @@ def forward_weight(weight: Tensor) -> Tensor:
 
 
 def conv_forward(a: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """``y`` of the rows ``a``, ``(n·hw, C)``, of whole images; ``weight``, and so the columns, from :func:`forward_weight`."""
+    """``y`` of the rows ``a``, ``(n·hw, C)``, of whole images; ``weight`` by :func:`forward_weight`."""
     padding = tuple(t // 2 for t in weight.shape[2:])
     y = _CONVOLUTIONS[weight.dim()](as_images(a, sizes), weight, padding=padding)
     return y.movedim(1, -1).reshape(a.shape[0], -1)
@@ -66,7 +66,7 @@ class ConvBackward:
         self._unfolded: Tensor | None = None  # dW, the taps first
 
     def bordered(self, n: int) -> tuple[Tensor, Tensor]:
-        """A zero-bordered buffer for ``dy`` of ``n`` images, ``(n, *(s + t - 1), k)``, and its inside, to be written."""
+        """A zero-bordered buffer for ``dy`` of ``n`` images, ``(n, *(s + t - 1), k)``, and its inside, to write to."""
         grown = tuple(s + t - 1 for s, t in zip(self._sizes, self._taps, strict=True))
         buffer = self._scratch.take_zeroed(f"dy of {n}", (n, *grown, self._k), self._dtype)
         inside = buffer
@@ -126,6 +126,6 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def as_kernel(matrix: Tensor, like: Tensor) -> Tensor:
-    """``(O, C)`` as a 1x1 kernel, in the strides of ``like``: those of its sides of length one say nothing but are compared."""
+    """``(O, C)`` as a 1x1 kernel in the strides of ``like``: DDP compares them, also of sides of length one."""
     strides = like.stride()
     return matrix.as_strided(like.shape, strides) if strides[:2] == matrix.stride() else matrix.view(like.shape)

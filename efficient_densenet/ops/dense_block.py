@@ -7,24 +7,25 @@ Forward, for every layer ``l`` with ``m = N·H·W`` rows and ``C_l`` channels be
     a = relu(scale2 b + shift2)
     y = conv3x3(a, W2)                   written behind X_l
 
-``fused`` keeps F and every b; ``lean`` keeps F alone. z and a are rebuilt in the backward pass, in tiles that stay in the
-cache; in ``fused`` no convolution is run again. The batch statistics of a channel are taken once, when it is written, and
-serve every layer that reads it.
+``fused`` keeps F and every b; ``lean`` keeps F alone. z and a are rebuilt in the backward pass, in tiles that stay in
+the cache; in ``fused`` no convolution is run again. The batch statistics of a channel are taken once, when it is
+written, and serve every layer that reads it.
 
 Backward, with ``dz`` the masked gradient at a BatchNorm's output, its input's gradient is
 
     dx = scale dz + slope x + level,     slope = -r² (gamma dgamma) / m,     level = -scale dbeta / m - slope mean,
 
-(slope = level = 0 for running statistics). Only ``scale dz`` is added into the gradient buffer G layer by layer. Slope and
-level are vectors; they are summed over the layers that read a channel and applied once, when its own layer is about to
-use the gradient: one pass over the rows per layer instead of two.
+(slope = level = 0 for running statistics). Only ``scale dz`` is added into the gradient buffer G layer by layer. Slope
+and level are vectors; they are summed over the layers that read a channel and applied once, when its own layer is about
+to use the gradient: one pass over the rows per layer instead of two.
 
 Since ``dW = dbᵀ z`` is there anyway, ``Σ_o W[o,c] dW[o,c] = Σ dz z = gamma dgamma + beta dbeta`` gives ``gamma dgamma``
 without a pass over the rows; where that cancels (gamma small against beta, half precision) or dW is not wanted,
 ``dgamma = r Σ dz (x - mean)`` is taken directly.
 
-What closes the block belongs to the function, so that G is the only block-sized gradient: a transition, with its pooling
-moved before its convolution (both are linear, and the product then has a quarter of the rows), or a final BN-ReLU.
+What closes the block belongs to the function, so that G is the only block-sized gradient: a transition, with its
+pooling moved before its convolution (both are linear, and the product then has a quarter of the rows), or a final
+BN-ReLU.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from .modules import part, tensor
 from .storage import FeatureBuffer, append, as_rows, channels_last_empty, columns
 from .tiles import Scratch, as_type, fit, parts, tile_rows
 
-# gamma dgamma = Σ W dW - beta dbeta loses log2(|beta dbeta| / |gamma dgamma|) bits; beyond this ratio it is summed directly.
+# gamma dgamma = Σ W dW - beta dbeta loses log2(|beta dbeta| / |gamma dgamma|) bits; beyond this, it is summed directly.
 LEAST_GAMMA_OVER_BETA = 0.02
 
 
@@ -91,7 +92,7 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class TailCall:
-    """What closes the block: BN-ReLU, and with ``pool`` the pooling window of a transition's AvgPool ∘ conv1x1 behind it."""
+    """What closes the block: BN-ReLU, and with ``pool``, its window, a transition's AvgPool ∘ conv1x1 behind it."""
 
     norm: NormCall
     pool: tuple[int, ...] | None
@@ -111,7 +112,7 @@ class BlockCall:
         return next((norm.group for norm in norms if norm is not None and norm.batch), None)
 
     def split(self, parameters: Sequence) -> tuple[list[Sequence], Sequence]:
-        """The parameters layer by layer, and the tail's: gamma, beta and weight of one norm and convolution after another."""
+        """The parameters by layer, and the tail's: gamma, beta, weight of one norm and convolution after another."""
         groups, start = [], 0
         for layer in self.layers:
             groups.append(parameters[start : start + layer.num_parameters])
@@ -120,7 +121,7 @@ class BlockCall:
 
 
 def dense_block_reference(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], folded: _Kept) -> Tensor:
-    """The block and its tail by torch's own operations, with given statistics and dropout; differentiable any number of times.
+    """The block and its tail by torch's own operations, given statistics and dropout; differentiable again and again.
 
     Args:
         x: ``(N, C_0, *spatial)``.
@@ -161,7 +162,7 @@ def _random_state(device: torch.device) -> Tensor:
 def _dropout_noise(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, rate: float, state: Tensor | None
 ) -> Tensor:
-    """Dropout's factors, 0 or 1 / (1 - rate), drawn in contiguous order as the plain layer does; again from a saved state."""
+    """Dropout's factors, 0 or 1 / (1 - rate), drawn in contiguous order as by the plain layer; or as before."""
     ones = torch.ones(shape, dtype=dtype, device=device)
     if state is None:
         return F.dropout(ones, rate)
@@ -229,7 +230,7 @@ def _conv1_forward(
 
 
 def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: Sequence[Tensor], keep: bool):
-    """Fill the buffer behind its first ``channels`` channels; returns the block's output and what the backward needs."""
+    """Fill the buffer behind its first ``channels`` channels; returns the output and what the backward needs."""
     run = _Pass(buffer.tensor)
     rows, count = run.rows, run.rows.shape[0]
     statistics = FeatureStatistics(buffer.tensor, call.group)
@@ -275,7 +276,7 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
         scratch = run.take("activations", step, width)
         new = columns(rows, channels, channels + k)
         moments = Moments() if i < last_reader and not layer.drop_rate else None
-        for x, y, factor in zip(parts(source, step), parts(new, step), noise):  # noqa: B905 - noise may repeat without end
+        for x, y, factor in zip(parts(source, step), parts(new, step), noise):  # noqa: B905 - noise may repeat
             a = norm.relu(x, out=fit(scratch, x.shape[0]))
             conv = conv_forward(a, weight, run.sizes)
             if factor is None:
@@ -394,7 +395,7 @@ class _GradientSums:
 
 
 def _accurate_short_cuts(run: _Pass, norms: Sequence[FoldedNorm]) -> set[FoldedNorm]:
-    """The norms for which ``gamma dgamma`` may come from the weight's gradient; asked once, as each answer is waited for."""
+    """The norms whose ``gamma dgamma`` may come from the weight's gradient; asked once, as answers are waited for."""
     # On an accelerator the wait would be long, and the direct sums cost it little.
     if run.device.type != "cpu" or run.dtype not in (torch.float32, torch.float64):
         return set()
@@ -457,7 +458,7 @@ class _Backward:
             norm.add_correction(slope, level, sums.dbeta, gamma_dgamma, self.kept.exchange.count)
 
     def write_gradient(self, start: int, stop: int, step: int) -> Iterator[Callable[[Tensor], Tensor]]:
-        """For every tile, what writes the complete gradient of channels all of whose readers are done to a given place."""
+        """For every tile, what writes the complete gradient of channels whose readers are done to a given place."""
         corrects = self.mean is not None and stop <= self.mean.shape[0]
         if corrects:
             slope, level = self.kept.exchange.sums(self.slope[start:stop], self.level[start:stop])
@@ -521,7 +522,7 @@ class _Backward:
         return tuple(gradients)
 
     def layer(self, i: int) -> tuple[Tensor | None, ...]:
-        """One layer, all of whose readers are done: add into G what it gives to its input; returns its parameter gradients."""
+        """One layer, whose readers are all done: adds into G what its input gets; returns its parameters' gradients."""
         run, call, kept, p = self.run, self.call.layers[i], self.kept.layers[i], self.groups[i]
         start = self.starts[i]
         need_dx = self.first < start
@@ -545,7 +546,7 @@ class _Backward:
     def _neighbourhood(self, i, source, norm, p, need, need_dx, sink) -> tuple[Tensor | None, ...]:
         """``conv3x3(relu(norm(source)))`` backwards.
 
-        Where the source is the buffer itself, ``scale dz`` is added into G. Else ``dz`` is written to ``sink``, and what
+        If the source is the buffer itself, ``scale dz`` is added into G. Else ``dz`` is written to ``sink``, and what
         :meth:`_conv1` needs to complete it is left in ``self.correction2``.
         """
         run, call = self.run, self.call.layers[i]

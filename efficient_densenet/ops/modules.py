@@ -1,7 +1,8 @@
 """For which modules, and when, the functions of this package may speak; each answer is a reason, empty where they may.
 
 They compute what the modules say, or they hand over. A module that is not exactly the expected type, that is hooked,
-parametrized, or replaced is called like in the plain model. Handing over is visible, never an error, never another number.
+parametrized, or replaced is called like in the plain model. Handing over is visible, never an error, never another
+number.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def part(module: nn.Module, name: str) -> nn.Module:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling the module runs more than its ``forward``: hooks of its own, or a ``forward`` set on the instance."""
+    """Whether calling the module runs more than its ``forward``: hooks, or a ``forward`` set on the instance."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

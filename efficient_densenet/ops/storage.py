@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def channels_last_empty(like: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised ``(N, channels, *spatial)`` tensor whose channels lie next to each other, in 1-D, 2-D and 3-D."""
+    """An uninitialised ``(N, channels, *spatial)`` tensor whose channels lie next to each other, of any dimension."""
     n, _, *spatial = like.shape
     return torch.empty((n, *spatial, channels), dtype=dtype or like.dtype, device=like.device).movedim(-1, 1)
 
@@ -32,7 +32,7 @@ def columns(rows: Tensor, start: int, stop: int) -> Tensor:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether torch takes ``x`` for channels-last; a tensor that is both (one channel, one pixel) counts as contiguous."""
+    """Whether torch takes ``x`` for channels-last; what is both (one channel, one pixel) counts as contiguous."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return x.dim() in formats and not x.is_contiguous() and x.is_contiguous(memory_format=formats[x.dim()])
 
@@ -63,7 +63,7 @@ class FeatureBuffer:
 
 
 class _Append(torch.autograd.Function):
-    """Write ``y`` behind ``x`` in the buffer and return both as one tensor: ``cat([x, y], 1)`` without the copy of x."""
+    """Write ``y`` behind ``x`` in the buffer and return both as one tensor: ``cat([x, y], 1)`` without copying x."""
 
     @staticmethod
     def forward(ctx, x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool) -> Tensor:
