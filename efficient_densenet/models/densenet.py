@@ -279,7 +279,7 @@ class DenseNet(nn.Module):
         if x.dim() != self.spatial_dims + 2 or x.shape[1] != self.in_channels:
             wanted = ", ".join(["N", str(self.in_channels), *["D", "H", "W"][-self.spatial_dims :]])
             raise ValueError(f"expected an input of shape ({wanted}), got {tuple(x.shape)}")
-        if len(x) == 0 and self._efficient != "naive" and any(map(synchronised_over, self.modules())):
+        if x.shape[0] == 0 and self._efficient != "naive" and any(map(synchronised_over, self.modules())):
             raise ValueError(
                 "an empty batch: with synchronised BatchNorm every process needs an image, "
                 "except with efficient='naive'"
