@@ -267,18 +267,16 @@ class FoldedNorm:
         slope.addcmul_(self.r * self.r, gamma_dgamma, value=-1.0 / count)
         level.addcmul_(self.scale, dbeta, value=-1.0 / count)
 
-    def complete_gradient(
-        self, x_tiles: Sequence[Tensor], tiles: Sequence[Tensor], correction: tuple[Tensor, Tensor] | None
-    ) -> None:
-        """Turn every tile from ``dz`` into ``dx = scale dz + slope x + level``, rounded once; ``None``: no more."""
+    def complete_gradient(self, x: Tensor, dx: Tensor, correction: tuple[Tensor, Tensor] | None) -> None:
+        """Turn the rows ``dx`` from ``dz`` into ``scale dz + slope x + level``, rounded once; ``None``: no more."""
         if correction is None:
-            for tile in tiles:
-                tile.mul_(self.scale)
+            dx.mul_(self.scale)
             return
         slope, level = correction
-        scratch = torch.empty(tiles[0].shape, dtype=self.scale.dtype, device=self.scale.device)
-        for x, tile in zip(x_tiles, tiles, strict=True):
-            added = torch.addcmul(level, x, slope, out=fit(scratch, x.shape[0]))
+        step = tile_rows(dx.shape[0], dx.shape[1] * dx.element_size(), dx.device)
+        scratch = torch.empty((step, dx.shape[1]), dtype=self.scale.dtype, device=dx.device)
+        for x_tile, tile in zip(parts(x, step), parts(dx, step), strict=True):
+            added = torch.addcmul(level, x_tile, slope, out=fit(scratch, tile.shape[0]))
             torch.addcmul(added, tile, self.scale, out=tile)
 
     def correction(self, dbeta: Tensor, gamma_dgamma: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
@@ -392,7 +390,7 @@ class _NormReLU(torch.autograd.Function):
         if not need_x:
             return None, dgamma, dbeta, None, None, None, None
         correction = norm.correction(sum_dz, sum_dz_x * norm.gamma, exchange) if batch else None
-        norm.complete_gradient(tiles[0], tiles[3], correction)
+        norm.complete_gradient(rows, dx_rows, correction)
         return dx, dgamma, dbeta, None, None, None, None
 
 

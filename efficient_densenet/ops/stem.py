@@ -80,12 +80,13 @@ class _NormReLUMaxPool(torch.autograd.Function):
             sum_dz += dz.sum(0, dtype=mean.dtype)
             centred = torch.sub(x_tile, mean, out=z if z.dtype == mean.dtype else None)
             sum_dz_x += centred.mul_(dz).sum(0)
+        del scratch, z, images, indices, centred  # as large as whole images
         sum_dz_x *= norm.r
         if need_x:
             correction = None
             if ctx.exchange is not None:
                 correction = norm.correction(sum_dz, sum_dz_x * norm.gamma, ctx.exchange)
-            norm.complete_gradient(parts(rows, step), parts(as_rows(dx), step), correction)
+            norm.complete_gradient(rows, as_rows(dx), correction)
         dgamma = sum_dz_x.to(gamma.dtype) if need_gamma else None
         dbeta = sum_dz.to(beta.dtype) if need_beta else None
         return dx if need_x else None, dgamma, dbeta, *(None,) * 5
