@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
 from torch import nn
 
 from helpers import assert_trains_like, blocks, each_mode, images, layers, toy
