@@ -36,7 +36,6 @@ from helpers import (
     images,
     layers,
     linear_loss,
-    norms,
     toy,
     training_state,
     twin,
