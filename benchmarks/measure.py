@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
-import inspect
-import io
 import multiprocessing
 import os
 import platform
@@ -34,9 +32,6 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 TORCHVISION = ("densenet121", "densenet161", "densenet169", "densenet201")
 IMAGENET = (*TORCHVISION, "densenet264")
 DEFAULTS = {"densenet_bc": (64, 32), "densenet3d": (2, 80), "imagenet": (16, 224)}  # batch and image size by model
-
-# Silence the profiler's log, which would run into the tables; it reads this at its first use.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 # Models and methods: the library's modes, and what one would use without the library
@@ -219,27 +214,11 @@ def parse(settings: type, arguments: list[str] | None = None) -> Any:
         arguments: by default those of this process.
     """
     try:
-        import fire
+        from efficient_densenet.training.config import read_flags
     except ImportError:
         fail('the package fire is missing; pip install -e ".[demo]" brings it')
-    given: dict[str, Any] = {}
-
-    def note(**flags: Any) -> None:  # Fire complains of what is left over only after the call, so nothing happens in it
-        given.update(flags)
-
-    note.__signature__ = inspect.signature(settings)
-    note.__doc__ = settings.__doc__
-    arguments = sys.argv[1:] if arguments is None else arguments
-    messages = io.StringIO()
     try:
-        with contextlib.redirect_stderr(messages):  # Fire explains a mistake in a page; a line is enough
-            fire.Fire(note, command=arguments, name=Path(sys.argv[0]).name)
-    except fire.core.FireExit as stopped:
-        if stopped.code:
-            fail(f"{stopped.trace.elements[-1].ErrorAsStr()}; flags are written --name value, --help lists them")
-        print(messages.getvalue().partition("\n\n")[2].rstrip())
-        raise
-    try:
+        given = read_flags(settings, sys.argv[1:] if arguments is None else arguments, Path(sys.argv[0]).name)
         return settings(**given)
     except (TypeError, ValueError) as error:
         fail(str(error))

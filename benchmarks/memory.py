@@ -117,6 +117,8 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     for cell in settings.cells():
         row = run_in_fresh_process(measure_cell, cell) | conditions
         rows.append(row)
+        if settings.output:
+            write_rows(settings.output, rows)  # after each: a run that is stopped has lost nothing
         name = f"{title(row)}, {size(row)}"
         if row["status"] != "ok":
             print_row(name, row["mode"], row["status"])
@@ -126,8 +128,6 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         plain = naive.get((row["model"], row["layers"]))
         share = f"{row['peak_mib'] / plain:.3f}" if plain else ""
         print_row(name, row["mode"], row["kept_mib"], row["peak_mib"], share, row["process_mib"])
-    if settings.output:
-        write_rows(settings.output, rows)
     if settings.figure:
         from report import draw_memory
 

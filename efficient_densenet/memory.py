@@ -108,6 +108,7 @@ def _measure_cuda(forward, backward, device: torch.device) -> Allocations:
 
 
 def _measure_cpu(forward, backward) -> Allocations:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler talks on standard error, from its first use on
     with profile(profile_memory=True) as recorded:
         with record_function(_FORWARD):
             result = forward()

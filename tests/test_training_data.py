@@ -4,6 +4,7 @@ import gzip
 import multiprocessing
 import os
 import pickle
+import shutil
 import socket
 import time
 from collections import Counter
@@ -169,6 +170,7 @@ def test_image_size_resizes(folders, image_size, shape):
         (lambda folder: (folder / "train").rename(folder / "elsewhere"), "no folder train/"),
         (lambda folder: (folder / "test/c").rename(folder / "test/d"), "class 'c' is not in both"),
         (lambda folder: [file.unlink() for file in (folder / "train/b").iterdir()], "valid file for the classes b"),
+        (lambda folder: [shutil.rmtree(folder / part / name) for part in ("train", "test") for name in "bc"], "one class"),
     ],
 )
 def test_folders_that_do_not_fit_are_named(folders, spoil, words):

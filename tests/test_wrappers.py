@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.feature_extraction import create_feature_extractor
 
 from efficient_densenet import DenseNet
+from efficient_densenet.models import DenseBlock
 
 from helpers import (
     MODES,
@@ -1234,6 +1236,32 @@ def test_trace_in_training(mode):
     traced = torch.jit.trace(other, images(), check_trace=False)
     other.load_state_dict(state)  # tracing ran a forward
     assert_trains_like(model, traced, images())
+
+
+@pytest.mark.parametrize("mode", ["naive", *MODES])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_symbolic_trace(mode, training):
+    """The graph is the plain model's, and trains. Kills: a look at what stands for the input under torch.fx."""
+    model = toy().train(training)
+    assert_trains_like(model, torch.fx.symbolic_trace(twin(model, mode)), images(), steps=2)
+
+
+@each_mode
+def test_feature_extractor(mode):
+    """torchvision cuts networks by torch.fx; a block that is a leaf there keeps its mode. Kills: leaves that run plain."""
+    model = toy()
+    nodes = {"features.denseblock1": "low", "features.norm5": "high"}
+    cut = create_feature_extractor(twin(model, mode), nodes, tracer_kwargs={"leaf_modules": [DenseBlock]})
+    assert {block.plan().runs for block in cut.modules() if isinstance(block, DenseBlock)} == {mode}
+
+    def parts(x):
+        low = model.features[:2](x)
+        return {"low": low, "high": model.features[2:](low)}
+
+    outputs = parts(images()), cut(images())
+    for found in outputs:
+        sum(map(linear_loss, found.values())).backward()
+    assert_same(outputs[0] | gradients(model.features), outputs[1] | gradients(cut.features))
 
 
 @uses_jit

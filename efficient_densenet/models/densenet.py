@@ -274,7 +274,7 @@ class DenseNet(nn.Module):
 
     @torch.jit.unused
     def _check_input(self, x: Tensor) -> None:
-        if torch.jit.is_tracing():  # a trace would record the comparison as a warning
+        if torch.jit.is_tracing() or not isinstance(x, Tensor):  # a trace warns of comparisons; torch.fx has no shapes
             return
         if x.dim() != self.spatial_dims + 2 or x.shape[1] != self.in_channels:
             wanted = ", ".join(["N", str(self.in_channels), *["D", "H", "W"][-self.spatial_dims :]])

@@ -45,6 +45,8 @@ def is_hooked(module: nn.Module) -> bool:
 
 def why_plain(x: Tensor) -> str:
     """Why a block must run as plain autograd just now."""
+    if not isinstance(x, Tensor):  # but what stands for one
+        return "traced by torch.fx"
     if torch.jit.is_tracing():
         return "traced"
     if torch.compiler.is_compiling() and getattr(torch.compiler, "is_exporting", lambda: True)():

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import os
 
 import torch
 
@@ -69,7 +68,6 @@ def need(config, start, images, batch, world):
     alone = World(device=world.device)
     shape = (images.in_channels, *images.facts["image_size"])
     cuda = [world.device] if world.device.type == "cuda" else []
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which counts on a CPU, talks on standard error
 
     def run():
         state = start(config, images, alone)

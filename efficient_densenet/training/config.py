@@ -200,11 +200,47 @@ def _checked(field, value):
     return value
 
 
-def parse_flags(arguments):
-    """Turns command-line arguments into a :class:`Config`, and the names of the flags that were typed.
+def read_flags(settings, arguments, program, parsers=None):
+    """The flags on a command line, by name, as Fire reads them; nothing is made of them yet.
 
     Fire calls a function as soon as it has its arguments and complains about what is left over afterwards; here that
     function only notes them, so a misspelt flag is refused before anything runs.
+
+    Args:
+        settings: A dataclass whose fields are the flags, and whose docstring is the help.
+        arguments: The arguments as in ``sys.argv[1:]``. ``--help`` prints the flags and exits.
+        program: The name that the help shows.
+        parsers: By flag, what makes a value of a text, where that is not what Fire would make of it.
+
+    Raises:
+        UsageError: An unknown flag, or an argument that is none.
+    """
+    given = {}
+
+    def note(**flags):
+        given.update(flags)
+
+    note.__signature__ = inspect.signature(settings)
+    note.__doc__ = settings.__doc__
+    if not {"-h", "--help"} & set(arguments):  # the marks that parsers leave on a function would show in its help
+        if "--" in arguments:
+            raise UsageError("unexpected argument '--': every setting is a flag, --name value")
+        fire.decorators.SetParseFns(**(parsers or {}))(note)
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):  # Fire explains a mistake in a page; a line is enough
+            fire.Fire(note, list(arguments), name=program)
+    except fire.core.FireExit as stop:
+        if stop.code == 0:  # --help, below a line about how Fire got there
+            print(messages.getvalue().partition("\n\n")[2].rstrip())
+            sys.exit(0)
+        names = [field.name for field in dataclasses.fields(settings)]
+        raise UsageError(_explain(messages.getvalue(), names)) from None
+    return given
+
+
+def parse_flags(arguments):
+    """Turns command-line arguments into a :class:`Config`, and the names of the flags that were typed.
 
     Args:
         arguments: The arguments as in ``sys.argv[1:]``. ``--help`` prints the flags and exits.
@@ -212,28 +248,8 @@ def parse_flags(arguments):
     Raises:
         UsageError: An unknown flag, or a value that a flag does not take.
     """
-    given = {}
-
-    def note(**flags):
-        given.update(flags)
-
-    note.__signature__ = inspect.signature(Config)
-    note.__doc__ = Config.__doc__
-    if not {"-h", "--help"} & set(arguments):  # the marks that parsers leave on a function would show in its help
-        if "--" in arguments:
-            raise UsageError("unexpected argument '--': every setting is a flag, --name value")
-        texts = [field for field in dataclasses.fields(Config) if str in _types(field)]
-        fire.decorators.SetParseFns(**{field.name: functools.partial(_text, field) for field in texts})(note)
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages):
-            fire.Fire(note, list(arguments), name="demo.py")
-    except fire.core.FireExit as stop:
-        if stop.code == 0:  # --help, below a line about how Fire got there
-            print(messages.getvalue().partition("\n\n")[2].rstrip())
-            sys.exit(0)
-        raise UsageError(_explain(messages.getvalue())) from None
-
+    texts = [field for field in dataclasses.fields(Config) if str in _types(field)]
+    given = read_flags(Config, arguments, "demo.py", {field.name: functools.partial(_text, field) for field in texts})
     typed = set(given)
     if "data" in given and given.get("dataset", "auto") == "auto":  # someone who names a folder wants what is in it
         given["dataset"] = "cifar10"
@@ -255,7 +271,7 @@ def _text(field, value):
     return None if value == "None" and type(None) in _types(field) else value
 
 
-def _explain(message):
+def _explain(message, names):
     """One line for what Fire refused, with the flag that was probably meant."""
     line = next((line for line in message.splitlines() if line.startswith("ERROR: ")), message).removeprefix("ERROR: ")
     unknown = line.removeprefix("Could not consume arg: ")
@@ -263,6 +279,5 @@ def _explain(message):
         return line
     if not unknown.startswith("-"):
         return f"unexpected argument {unknown!r}: every setting is a flag, --name value"
-    names = [field.name for field in dataclasses.fields(Config)]
     near = difflib.get_close_matches(unknown.lstrip("-").partition("=")[0].replace("-", "_"), names, n=1)
     return f"unknown flag {unknown}" + (f", did you mean --{near[0]}?" if near else "; --help lists the flags")

@@ -296,6 +296,8 @@ def _open(name, folder, download):
     different = set(train.classes) ^ set(test.classes)
     if different:
         raise UsageError(f"--data {folder}: class {min(different)!r} is not in both of train/ and {part}/")
+    if len(train.classes) == 1:
+        raise UsageError(f"--data {folder}: there is one class, {train.classes[0]!r}; telling apart takes two and more")
     return train, test
 
 
