@@ -1,5 +1,6 @@
 """Weights from anywhere, and the state that a run is resumed from; whole runs are resumed in test_demo.py."""
 
+import json
 import re
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from efficient_densenet import densenet_bc
-from efficient_densenet.training import checkpoint, engine
+from efficient_densenet.training import checkpoint, engine, log
 from efficient_densenet.training.config import Config, UsageError
 from efficient_densenet.training.distributed import World
 
@@ -106,3 +107,20 @@ def test_a_state_survives_the_file(tmp_path, amp):
     for part in ("model", "ema"):
         for name, value in getattr(run, part).state_dict().items():
             assert torch.equal(getattr(again, part).state_dict()[name], value), name
+
+
+def test_a_restart_is_known_on_every_machine_of_the_run(tmp_path, monkeypatch):
+    """torchrun may give rank 0 to another machine than before. Kills: one launcher in config.json, rank 0's."""
+
+    class Two(World):
+        def gather(self, value):
+            return [value, "the other machine's"]
+
+    facts = {"name": "digits"}
+    monkeypatch.setattr(log, "launcher", lambda: "this machine's")
+    folder = str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(log.settings_of(Config(save=folder, lr=0.5), Two(), facts)))
+    for launcher, resumes in (("this machine's", True), ("the other machine's", True), ("a stranger's", False)):
+        monkeypatch.setattr(checkpoint.distributed, "launcher", lambda launcher=launcher: launcher)
+        config = checkpoint.recall(Config(save=folder), {"save"})
+        assert (config.resume, config.lr) == (resumes, 0.5 if resumes else 0.1)

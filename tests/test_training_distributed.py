@@ -89,6 +89,10 @@ def test_the_step_in_words():
     four = World(device=torch.device("cuda:0"), gpus=4)
     assert str(four) == "4 GPUs" and four.replicas == 4
     assert [engine.step_lr(Config(lr_scaling=how), four) for how in ("linear", "sqrt", "none")] == [0.4, 0.2, 0.1]
+    words = "4 GPUs x 64 = 256 images per step, lr 0.4 (by DataParallel; torchrun --nproc_per_node=4 demo.py is faster)"
+    assert engine.describe_step(Config(warmup_epochs=0), four) == words
+    processes = World(size=4, device=torch.device("cuda:0"), distributed=True)
+    assert engine.describe_step(Config(warmup_epochs=0), processes) == words.partition(" (")[0]
 
 
 def test_cpus_are_shared_by_the_processes_of_a_machine(monkeypatch):

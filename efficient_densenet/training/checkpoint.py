@@ -142,7 +142,8 @@ def check(saved, settings):
 def recall(config, given):
     """The flags of a run that is resumed or evaluated: as they were, where the command line does not say them again.
 
-    A restart by torchrun (``--max-restarts``) is known by the launcher that config.json names.
+    A restart by torchrun (``--max-restarts``) is known by the launchers that config.json names, one per machine: rank 0
+    may be on another of them than before.
 
     Args:
         config: The flags.
@@ -217,7 +218,7 @@ def _restarted(folder):
     folders = [folder] if folder is not None else sorted(glob.glob("./results/*/"), reverse=True)
     for folder in folders if launcher else ():
         with contextlib.suppress(UsageError):
-            if settings_in(folder).get("launcher") == launcher:
+            if launcher in settings_in(folder).get("launchers", ()):
                 return folder.rstrip("/")
     return None
 

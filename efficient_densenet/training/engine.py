@@ -54,10 +54,9 @@ def describe_step(config, world):
     accumulated = f" x {config.accumulation_steps} accumulation steps" if config.accumulation_steps > 1 else ""
     images = world.replicas * config.batch_size * config.accumulation_steps
     warmup = warmup_epochs(config, world)
-    reached = f" after {warmup} warm-up epochs" if warmup else ""
-    return (
-        f"{world} x {config.batch_size}{accumulated} = {images} images per step, lr {step_lr(config, world):g}{reached}"
-    )
+    rate = f"lr {step_lr(config, world):g}" + (f" after {warmup} warm-up epochs" if warmup else "")
+    hint = f" (by DataParallel; torchrun --nproc_per_node={world.gpus} demo.py is faster)" if world.gpus > 1 else ""
+    return f"{world} x {config.batch_size}{accumulated} = {images} images per step, {rate}{hint}"
 
 
 @torch.no_grad()

@@ -223,7 +223,7 @@ def _new_folder():
 
 
 def settings_of(config, world, facts):
-    """What config.json says: the flags, and what else the run depends on."""
+    """What config.json says: the flags, and what else the run depends on; every rank calls this."""
     settings = dataclasses.asdict(config)
     settings["versions"] = {
         "efficient_densenet": efficient_densenet.__version__,
@@ -236,7 +236,7 @@ def settings_of(config, world, facts):
         "images": facts,
         "world_size": world.size,
         "gpus": world.gpus,
-        "launcher": launcher(),
+        "launchers": sorted({one for one in world.gather(launcher()) if one}),
     }
 
 
