@@ -303,17 +303,23 @@ def test_a_chosen_batch_is_kept_for_resume_and_evaluation(run, monkeypatch):
     assert code == 2 and "--efficient naive: the run in out has fused" in err
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
 def test_compile(run, monkeypatch):
-    compiled = []
+    """The model goes through torch's compiler, and trains as without it."""
+    compiled, compile = [], torch.compile
 
-    def compile(model):  # the machine code of a whole DenseNet takes minutes; what is compiled is the same
-        compiled.append(model)
-        return torch.nn.Sequential(model)
+    def without_machine_code(model):  # which takes a minute
+        compiled.append(compile(model, backend="eager"))
+        return compiled[-1]
 
-    monkeypatch.setattr(torch, "compile", compile)
-    assert run(*SMALL, "--n_epochs", 1, "--max_steps", 1, "--save", "out", "--compile", "True")[0] == 0
-    assert [type(model) for model in compiled] == [efficient_densenet.DenseNet]
-    assert not any("_orig_mod" in name for name in weights("out"))
+    monkeypatch.setattr(torch, "compile", without_machine_code)
+    flags = [*SMALL, "--n_epochs", 1, "--max_steps", 3]
+    assert run(*flags, "--save", "plain")[0] == 0 and not compiled
+    assert run(*flags, "--save", "out", "--compile", "True")[0] == 0
+    assert [type(model._orig_mod) for model in compiled] == [efficient_densenet.DenseNet]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for name, tensor in weights("plain").items():
+        torch.testing.assert_close(weights("out")[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
 # Stopping, going on, testing
