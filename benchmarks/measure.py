@@ -224,6 +224,15 @@ def parse(settings: type, arguments: list[str] | None = None) -> Any:
         fail(str(error))
 
 
+def start(settings: type, run: Callable[[Any], object], arguments: list[str] | None = None) -> None:
+    """A whole command: reads its flags, as :func:`parse`, and runs; what goes wrong on the way is one line too."""
+    parsed = parse(settings, arguments)
+    try:
+        run(parsed)
+    except (ImportError, ValueError, OSError) as error:
+        fail(str(error))
+
+
 def fail(message: str) -> NoReturn:
     """One line on standard error and exit code 2."""
     print("error:", " ".join(message.split()), file=sys.stderr)

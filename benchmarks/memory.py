@@ -20,11 +20,10 @@ from measure import (
     as_tuple,
     build,
     environment,
-    fail,
-    parse,
     print_row,
     run_in_fresh_process,
     size,
+    start,
     title,
     whole,
     writable,
@@ -136,11 +135,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    settings = parse(Settings, arguments)
-    try:
-        run(settings)
-    except (ImportError, ValueError, OSError) as error:
-        fail(str(error))
+    start(Settings, run, arguments)
 
 
 if __name__ == "__main__":

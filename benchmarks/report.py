@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import ROOT, fail, parse, read_rows, size, title
+from measure import ROOT, read_rows, size, start, title
 
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 KNOWN = {
@@ -223,11 +223,7 @@ def run(settings: Settings) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    settings = parse(Settings, arguments)
-    try:
-        run(settings)
-    except (ImportError, ValueError, OSError) as error:
-        fail(str(error))
+    start(Settings, run, arguments)
 
 
 if __name__ == "__main__":

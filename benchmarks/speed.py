@@ -19,11 +19,10 @@ from measure import (
     build,
     choose,
     environment,
-    fail,
     is_out_of_memory,
-    parse,
     print_row,
     size,
+    start,
     title,
     whole,
     write_rows,
@@ -135,11 +134,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    settings = parse(Settings, arguments)
-    try:
-        run(settings)
-    except (ImportError, ValueError, OSError) as error:
-        fail(str(error))
+    start(Settings, run, arguments)
 
 
 if __name__ == "__main__":
