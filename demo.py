@@ -29,13 +29,14 @@ is done.
 
 import contextlib
 import dataclasses
-import functools
 import sys
 
 try:
     import fire, matplotlib, sklearn, torch, torchvision, tqdm  # noqa: E401, F401
 except ImportError as error:
     sys.exit(f"demo.py: error: {error}; pip install -e '.[demo]' brings everything")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 import efficient_densenet
 from efficient_densenet.training import budget, checkpoint, data, distributed, engine, log
@@ -113,7 +114,7 @@ def train(config, world, say):
     # What can be wrong is found out before anything is written.
     results = world.together((world.is_main, lambda: log.Results(config)))
     config = world.on_main(lambda: dataclasses.replace(config, save=results.folder, seed=data.seed(config)))
-    saved = world.on_main(lambda: checkpoint.read(results.path("checkpoint.pt")) if config.resume else None)
+    saved = world.on_main(lambda: checkpoint.read_run(config) if config.resume else None)
     known = world.on_main(lambda: config.resume and checkpoint.settings_in(config.save))
     images, least = find_images(config, world, say)
     if not known:
@@ -227,7 +228,7 @@ def main():
             build_model(config, num_classes=10, in_channels=3)
         with distributed.start(config) as world:
             config = world.on_main(lambda: config)
-            say = functools.partial(print, flush=True) if world.is_main else lambda *_: None
+            say = log.say if world.is_main else lambda *_: None
             evaluate(config, world, say) if config.evaluate else train(config, world, say)
         return 0
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -295,7 +296,7 @@ def test_a_chosen_batch_is_kept_for_resume_and_evaluation(run, monkeypatch):
     code, out, _ = run(*flags, "--efficient", "True", "--resume", "True", "--n_epochs", 2)
     assert code == 0 and f"1 CPU x {batch} = " in out and "goes on after 1 epochs and 0 steps" in out
     os.remove("out/checkpoint.pt")
-    assert run("--resume", "out", "--n_epochs", 1)[0] == 0
+    assert run("--resume", "out", "--n_epochs", 1, "--overwrite", "True")[0] == 0
     assert run("--evaluate", "out")[1].splitlines()[-1] == last
     code, _, err = run("--resume", "out", "--batch_size", batch + 1)
     assert code == 2 and f"--batch_size {batch + 1}: the run in out has {batch}" in err
@@ -472,6 +473,24 @@ def test_mistakes_about_runs(run, uninterrupted, flags, words):
     assert {path.name: path.read_bytes() for path in uninterrupted.iterdir()} == before and os.listdir() == []
 
 
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda: os.remove("out/model.dat"), "--resume: out/model.dat, the best weights so far, is missing"),
+        (lambda: os.remove("out/checkpoint.pt"), "--resume: out/checkpoint.pt is missing, yet there are results"),
+        (lambda: torch.save({"model": {}}, "out/checkpoint.pt"), "out/checkpoint.pt is not the checkpoint of a run"),
+        (lambda: os.truncate("out/checkpoint.pt", 9999), "cannot read out/checkpoint.pt: it is damaged, or no file of"),
+    ],
+)
+def test_what_a_run_lacks_is_said_before_it_goes_on(run, uninterrupted, spoil, words):
+    shutil.copytree(uninterrupted, "out")
+    spoil()
+    before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    code, out, err = run("--resume", "out", "--n_epochs", 4)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and words in err
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
+
+
 def test_a_saved_model_is_tested(run, uninterrupted):
     last = f"test error: {float(rows(uninterrupted)[-1]['test_error']):.4f}\n"
     for path in (uninterrupted, uninterrupted / "model.dat"):
@@ -524,6 +543,18 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(run):
     assert forked(small_disk) == 1
     assert Path("out/checkpoint.pt").read_bytes() == before and not list(Path("out").glob("*.tmp"))
     assert run("--resume", "out", "--n_epochs", 2)[0] == 0
+
+
+def test_an_output_that_nobody_reads_is_said(tmp_path, capfd):
+    def unread(*flags):
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+        sys.stdout = open(1, "w", closefd=False)
+        return _start(*flags)
+
+    assert forked(unread, *SMALL, "--n_epochs", 1, "--max_steps", 1, "--save", tmp_path / "out") == 1
+    assert capfd.readouterr().err == "demo.py: error: cannot write to standard output: Broken pipe\n"
 
 
 def test_a_worker_that_is_killed_is_said(run, monkeypatch):

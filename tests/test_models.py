@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -51,6 +52,25 @@ def test_keys_order_and_shapes_are_torchvisions(name):
     assert [(key, value.shape, value.dtype) for key, value in ours.items()] == [
         (key, value.shape, value.dtype) for key, value in theirs.items()
     ]
+
+
+def test_weights_from_a_file(tmp_path):
+    """torchvision's published files have the names of its first DenseNets. Kills: names that are not translated."""
+    file = tmp_path / "densenet121.pth"
+    with pytest.raises(ValueError, match="there is no file '.*densenet121.pth'"):
+        densenet121(weights=file)
+    torch.manual_seed(0)
+    state = torchvision.models.densenet121(weights=None, num_classes=3).state_dict()
+    torch.save({re.sub(r"(norm|conv)([12])\.", r"\1.\2.", key): value for key, value in state.items()}, file)
+    assert_same(state, densenet121(weights=file, num_classes=3).state_dict(), tolerance=0)
+    with pytest.raises(ValueError, match=r"classifier.weight has shape \(3, 1024\) instead of \(1000, 1024\)"):
+        densenet121(weights=str(file))
+    torch.save({"optimizer": {}}, file)
+    with pytest.raises(ValueError, match="holds no weights"):
+        densenet121(weights=file)
+    file.write_bytes(b"no weights")
+    with pytest.raises(ValueError, match="is damaged, or no file of torch.save"):
+        densenet121(weights=file)
 
 
 def test_densenet264_is_the_papers():

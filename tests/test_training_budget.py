@@ -155,6 +155,14 @@ def test_what_does_not_fit_is_said_with_what_would(images, flags, words):
     assert str(caught.value).startswith(f"--memory_budget {words}") and "\n" not in str(caught.value)
 
 
+def test_the_advice_is_the_way_that_takes_the_most(images, monkeypatch):
+    """In small networks lean may need more than fused."""
+    takes = {"fused": 2, "lean": 3}
+    monkeypatch.setattr(budget, "need", lambda config, start, images, batch, world: takes[config.efficient] * batch)
+    with pytest.raises(UsageError, match="with --efficient fused, --batch_size 16 takes about .*; --batch_size 10 fits"):
+        choose(images, memory_budget="20")
+
+
 def test_a_gpu_that_has_too_little_for_a_batch(images, monkeypatch):
     """The allocator's refusal is an answer: the batch does not fit."""
     steps = budget.engine.train_steps

@@ -22,6 +22,7 @@ WRITERS = {
     "DistributedDataParallel": lambda state: {f"module.{key}": value for key, value in state.items()},
     "compiled": lambda state: {f"_orig_mod.module.{key}": value for key, value in state.items()},
     "training checkpoint": lambda state: {"state_dict": state, "optimizer": {"state": {}}, "epoch": 3},
+    "another trainer": lambda state: {"model_state_dict": state, "optimizer_state_dict": {}},
     "ours, averaged": lambda state: {
         "model": {key: value * 0 for key, value in state.items()},
         "ema": {"n_averaged": torch.tensor(5), **{f"module.{key}": value for key, value in state.items()}},

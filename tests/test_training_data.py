@@ -170,7 +170,8 @@ def test_image_size_resizes(folders, image_size, shape):
         (lambda folder: (folder / "train").rename(folder / "elsewhere"), "no folder train/"),
         (lambda folder: (folder / "test/c").rename(folder / "test/d"), "class 'c' is not in both"),
         (lambda folder: [file.unlink() for file in (folder / "train/b").iterdir()], "valid file for the classes b"),
-        (lambda folder: [shutil.rmtree(folder / part / name) for part in ("train", "test") for name in "bc"], "one class"),
+        (lambda folder: [shutil.rmtree(path) for name in "bc" for path in folder.glob(f"*/{name}")], "one class, 'a'"),
+        (lambda folder: [shutil.rmtree(path) for path in folder.glob("train/*")], "there is no class folder in"),
     ],
 )
 def test_folders_that_do_not_fit_are_named(folders, spoil, words):
@@ -201,6 +202,26 @@ def test_an_image_of_another_size_is_named(folders):
     (folders / "test/b/1.png").write_bytes(b"no image")
     with pytest.raises(UsageError, match="cannot read the image .*test/b/1.png"):
         load(dataset="imagefolder", data=str(folders))
+
+
+def test_hidden_files_and_folders_are_no_images_and_no_classes(folders):
+    for part in ("train", "test"):
+        (folders / part / "a/._0.png").write_bytes(b"left by a file system")
+        (folders / part / ".cache").mkdir()
+        Image.new("RGB", (8, 8)).save(folders / part / ".cache/0.png")
+    found = load(dataset="imagefolder", data=str(folders), valid_size=0)
+    assert found.num_classes == 3 and len(found.train) == 12 and len(found.test) == 6
+
+
+def test_grey_values_of_16_bits_are_scaled(folders):
+    values = numpy.array([[0, 255, 256, 32896], [40000, 65534, 65535, 257]], dtype="uint16").repeat(4, 0).repeat(2, 1)
+    Image.fromarray(values).save(folders / "test/a/0.png")
+    found = load(dataset="imagefolder", data=str(folders), valid_size=0).test
+    seen = numpy.asarray(found.source[0][0])
+    assert seen.shape == (8, 8, 3) and (seen[..., 0] == values // 257).all() and seen.max() == 255
+    Image.fromarray(values.astype("int32")).save(folders / "test/a/0.tif")
+    with pytest.raises(RunError, match="cannot read the image .*/test/a/0.tif: its pixels have 32 bits"):
+        load(dataset="imagefolder", data=str(folders), valid_size=0).test[1]
 
 
 def test_valid_size_leaves_images_to_train_on(folders):

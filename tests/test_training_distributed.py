@@ -91,6 +91,7 @@ def test_the_step_in_words():
     assert [engine.step_lr(Config(lr_scaling=how), four) for how in ("linear", "sqrt", "none")] == [0.4, 0.2, 0.1]
     words = "4 GPUs x 64 = 256 images per step, lr 0.4 (by DataParallel; torchrun --nproc_per_node=4 demo.py is faster)"
     assert engine.describe_step(Config(warmup_epochs=0), four) == words
+    assert "lr 0.4 after 5 warm-up epochs (the run is over by then)" in engine.describe_step(Config(n_epochs=5), four)
     processes = World(size=4, device=torch.device("cuda:0"), distributed=True)
     assert engine.describe_step(Config(warmup_epochs=0), processes) == words.partition(" (")[0]
 

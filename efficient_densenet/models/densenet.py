@@ -14,6 +14,7 @@ from ..ops.batch_norm import synchronised_over
 from ..ops.modules import CONVOLUTIONS, MAX_POOLS, is_hooked, why_no_stem, why_plain
 from ..ops.stem import norm_relu_max_pool
 from .layers import BlockPlan, DenseBlock, Transition, batch_norm, conv, mode_name, pool
+from .weights import load_weights, weights_in
 
 
 def _positive_int(name: str, value: object, least: int = 1) -> int:
@@ -369,18 +370,24 @@ def _load_weights(model: DenseNet, weights: str | os.PathLike) -> None:
         raise ValueError(
             f"weights must be None or the path of a state dict, and there is no file {os.fspath(weights)!r}"
         )
-    state = torch.load(weights, map_location="cpu", weights_only=True)
     try:
-        model.load_state_dict(state)
-    except (RuntimeError, AttributeError, TypeError) as error:
-        raise ValueError(f"weights={os.fspath(weights)!r} does not fit this model: {error}") from error
+        found = weights_in(torch.load(weights, map_location="cpu", weights_only=True))
+    except Exception as error:  # torch has no common type for what another file makes it raise
+        wanted = "damaged, or no file of torch.save with tensors and plain objects alone"
+        raise ValueError(f"weights={os.fspath(weights)!r} is {wanted}") from error
+    if not found:
+        raise ValueError(f"weights={os.fspath(weights)!r} holds no weights")
+    try:
+        load_weights(model, found)
+    except ValueError as error:
+        raise ValueError(f"weights={os.fspath(weights)!r} {error}") from None
 
 
 def densenet121(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
     """DenseNet-121 for ImageNet: blocks (6, 12, 24, 16), k = 32, 64 stem channels; 7,978,856 parameters.
 
     Args:
-        weights: ``None``, or the path of a state dict, torchvision's included.
+        weights: ``None``, or the path of a state dict or training checkpoint, torchvision's files included.
         **kwargs: further arguments of :class:`DenseNet`.
 
     Raises:
@@ -395,7 +402,7 @@ def densenet161(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
     """DenseNet-161 for ImageNet: blocks (6, 12, 36, 24), k = 48, 96 stem channels; 28,681,000 parameters.
 
     Args:
-        weights: ``None``, or the path of a state dict, torchvision's included.
+        weights: ``None``, or the path of a state dict or training checkpoint, torchvision's files included.
         **kwargs: further arguments of :class:`DenseNet`.
     """
     return _imagenet((6, 12, 36, 24), 48, 96, weights, kwargs)
@@ -405,7 +412,7 @@ def densenet169(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
     """DenseNet-169 for ImageNet: blocks (6, 12, 32, 32), k = 32, 64 stem channels; 14,149,480 parameters.
 
     Args:
-        weights: ``None``, or the path of a state dict, torchvision's included.
+        weights: ``None``, or the path of a state dict or training checkpoint, torchvision's files included.
         **kwargs: further arguments of :class:`DenseNet`.
     """
     return _imagenet((6, 12, 32, 32), 32, 64, weights, kwargs)
@@ -415,7 +422,7 @@ def densenet201(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
     """DenseNet-201 for ImageNet: blocks (6, 12, 48, 32), k = 32, 64 stem channels; 20,013,928 parameters.
 
     Args:
-        weights: ``None``, or the path of a state dict, torchvision's included.
+        weights: ``None``, or the path of a state dict or training checkpoint, torchvision's files included.
         **kwargs: further arguments of :class:`DenseNet`.
     """
     return _imagenet((6, 12, 48, 32), 32, 64, weights, kwargs)

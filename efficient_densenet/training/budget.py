@@ -49,6 +49,7 @@ def choose(config, start, images, least, world, say):
 def _choose(config, start, images, least, world, say):
     budget, auto = bytes_of(config.memory_budget), config.batch_size == "auto"
     most = max(least, math.ceil(len(images.train) / world.size)) if auto else config.batch_size
+    failed = []
     for mode in FASTEST if config.efficient in (True, "auto") else (config.efficient,):
         tried = dataclasses.replace(config, efficient=mode)
         needs = search(lambda batch: need(tried, start, images, batch, world), budget, least, most)
@@ -56,6 +57,8 @@ def _choose(config, start, images, least, world, say):
         if fits == most or auto and fits:
             say(f"memory: {_mib(needs[fits])} of {_mib(budget)} with efficient={mode} and batches of {fits}")
             return dataclasses.replace(tried, batch_size=fits)
+        failed.append((fits, -needs[least], mode, needs))
+    fits, _, mode, needs = max(failed)
     short = f"--memory_budget {config.memory_budget}: with --efficient {mode}, --batch_size"
     if not fits:
         raise UsageError(f"{short} {least} takes {_mib(needs[least])} already")

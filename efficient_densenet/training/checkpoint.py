@@ -6,11 +6,11 @@ import glob
 import json
 import math
 import os
-import re
 
 import torch
 from torch import nn
 
+from ..models import weights
 from . import distributed
 from .config import Config, RunError, UsageError
 from .engine import Totals
@@ -230,24 +230,50 @@ def read(path):
         UsageError: There is one, but not of ours.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:
+            return _loaded(file)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _loaded(file):
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
     except Exception:  # torch has no common type for what another file makes it raise, and much to say
         wanted = "it is damaged, or no file of torch.save with tensors and plain objects alone"
-        raise UsageError(f"cannot read {path}: {wanted}") from None
+        raise UsageError(f"cannot read {file.name}: {wanted}") from None
+
+
+def read_run(config):
+    """What the run in ``save`` left to go on from; None where it has not come that far.
+
+    Raises:
+        UsageError: Files of the run are missing, or another's. Going on, or from the start, would lose results.
+    """
+    path = os.path.join(config.save, "checkpoint.pt")
+    saved, model = read(path), os.path.join(config.save, "model.dat")
+    again = "bring it back, or start again with --overwrite True"
+    if saved is None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with open(os.path.join(config.save, "results.csv"), encoding="utf-8") as file:
+                # An epoch's checkpoint is written behind its row: one row may be there without.
+                if len(file.readlines()) > 2 and not config.overwrite:
+                    raise UsageError(f"--resume: {path} is missing, yet there are results; {again}")
+        return None
+    if not isinstance(saved, dict) or not {"settings", "epoch", "ranks", "model", "optimizer"} <= set(saved):
+        raise UsageError(f"--resume: {path} is not the checkpoint of a run")
+    if saved["epoch"] and not os.path.isfile(model):
+        raise UsageError(f"--resume: {model}, the best weights so far, is missing; {again}")
+    return saved
 
 
 def read_weights(path):
-    """Reads weights from a run's folder, its model.dat or checkpoint.pt, or a state dict that others wrote.
-
-    Prefixes of wrappers (``module.``, ``_orig_mod.``), a state dict inside a training checkpoint, and the names of
-    torchvision's first DenseNets (``norm.1``, ``conv.2``) are understood. A checkpoint's averaged weights come first.
+    """Reads weights from a run's folder, its model.dat or checkpoint.pt, or a file that others wrote.
 
     Returns:
-        The tensors by the names that this library gives them.
+        The tensors by the names that this library gives them; see :func:`efficient_densenet.models.weights.weights_in`.
 
     Raises:
         UsageError: There is no such file, or it holds no weights.
@@ -256,16 +282,10 @@ def read_weights(path):
     content = read(file)
     if content is None:
         raise UsageError(f"--evaluate {path}: there is no file {file}")
-    for name in ("ema", "model_ema", "state_dict_ema", "model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(name), dict):
-            content = content[name]
-            break
-    tensors = (
-        {key: value for key, value in content.items() if torch.is_tensor(value)} if isinstance(content, dict) else {}
-    )
-    if not tensors:
+    found = weights.weights_in(content)
+    if not found:
         raise UsageError(f"--evaluate {path}: there are no weights in {file}")
-    return {_plain_key(key): value for key, value in tensors.items() if key != "n_averaged"}
+    return found
 
 
 def load_weights(model, path):
@@ -274,22 +294,9 @@ def load_weights(model, path):
     Raises:
         UsageError: Keys or shapes do not fit, which are listed; or there is nothing to load.
     """
-    state, expected = read_weights(path), model.state_dict()
-    wrong = [f"missing {key}" for key in expected if key not in state]
-    wrong += [f"unexpected {key}" for key in state if key not in expected]
-    wrong += [
-        f"{key} has shape {tuple(state[key].shape)} instead of {tuple(value.shape)}"
-        for key, value in expected.items()
-        if key in state and state[key].shape != value.shape
-    ]
-    if wrong:
-        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise UsageError(f"--evaluate {path}: does not fit this model: {', '.join(wrong[:5])}{more}")
-    model.load_state_dict(state)
-
-
-def _plain_key(key):
-    """A key as this library has it."""
-    while key.startswith(("module.", "_orig_mod.")):
-        key = key.partition(".")[2]
-    return re.sub(r"(\.denselayer\d+\.(?:norm|conv))\.(\d\.)", r"\1\2", key)
+    try:
+        weights.load_weights(model, read_weights(path))
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"--evaluate {path}: {error}") from None

@@ -101,7 +101,7 @@ class Config:
         evaluate: Test a saved model and train nothing; takes a run's folder, model.dat or another file of weights.
         memory_budget: What training may allocate per GPU (on a CPU: for its tensors), e.g. 8GiB, 500MiB or bytes. It is
             measured before the start, and the fastest way (--efficient) that fits is picked; an explicit one is used or
-            refused. Default: no limit; for --batch_size auto 90 % of what the GPU has free.
+            refused. Without it there is no limit; for --batch_size auto it is 90 % of what the GPU has free.
         tensorboard: Write the curves for TensorBoard too.
         max_steps: At most so many training steps in each epoch, for trying things out.
     """

@@ -290,7 +290,7 @@ def _open(name, folder, download):
             wanted = "class folders are expected under train/ and test/ (or val/)"
             raise UsageError(f"--data {folder}: there is no folder {part}/ in it; {wanted}")
     try:
-        train, test = (_Folder(os.path.join(folder, part)) for part in ("train", test))
+        train, test = (_Folder(os.path.join(folder, part), is_valid_file=_is_image) for part in ("train", test))
     except FileNotFoundError as error:  # no class folder, or one without an image
         raise UsageError(f"--data {folder}: {error}") from None
     different = set(train.classes) ^ set(test.classes)
@@ -326,10 +326,32 @@ class _Folder(datasets.ImageFolder):
         path, label = self.samples[index]
         try:
             with open(path, "rb") as file:
-                image = Image.open(file).convert("RGB")
+                return _eight_bits(Image.open(file)).convert("RGB"), label
         except _UNREADABLE as error:
             raise RunError(f"cannot read the image {path}: {error}") from None
-        return image, label
+
+    def find_classes(self, directory):
+        """Class folders, but for hidden ones, which programs leave behind."""
+        names = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name[0] != ".")
+        if not names:
+            raise FileNotFoundError(f"there is no class folder in {directory}")
+        return names, {name: label for label, name in enumerate(names)}
+
+
+def _is_image(path):
+    """Whether a file is taken for an image: by its name, unless it is hidden."""
+    return path.lower().endswith(datasets.folder.IMG_EXTENSIONS) and not os.path.basename(path).startswith(".")
+
+
+def _eight_bits(image):
+    """An image of 16-bit grey values with 8 bits, which PIL would clip at 255; others as they are."""
+    import numpy
+
+    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):  # as older releases of PIL say it
+        return Image.fromarray((numpy.asarray(image) // 257).astype("uint8"))
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels have 32 bits; save it with 8 or 16")
+    return image
 
 
 class _Arrays:

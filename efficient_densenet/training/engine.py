@@ -55,6 +55,7 @@ def describe_step(config, world):
     images = world.replicas * config.batch_size * config.accumulation_steps
     warmup = warmup_epochs(config, world)
     rate = f"lr {step_lr(config, world):g}" + (f" after {warmup} warm-up epochs" if warmup else "")
+    rate += " (the run is over by then)" if warmup >= config.n_epochs else ""
     hint = f" (by DataParallel; torchrun --nproc_per_node={world.gpus} demo.py is faster)" if world.gpus > 1 else ""
     return f"{world} x {config.batch_size}{accumulated} = {images} images per step, {rate}{hint}"
 

@@ -72,6 +72,21 @@ def _explained(what):
         raise RunError(f"{what}: {getattr(cause, 'strerror', None) or error}") from None
 
 
+def say(line):
+    """Prints a line, at once.
+
+    Raises:
+        RunError: It cannot be written: nobody reads it any more, or the disk is full.
+    """
+    with _explained("cannot write to standard output"):
+        try:
+            print(line, flush=True)
+        except OSError:  # the interpreter would try again to get rid of it when it ends
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            raise
+
+
 class Results:
     """The folder of a run.
 
