@@ -159,7 +159,7 @@ def test_the_advice_is_the_way_that_takes_the_most(images, monkeypatch):
     """In small networks lean may need more than fused."""
     takes = {"fused": 2, "lean": 3}
     monkeypatch.setattr(budget, "need", lambda config, start, images, batch, world: takes[config.efficient] * batch)
-    with pytest.raises(UsageError, match="with --efficient fused, --batch_size 16 takes about .*; --batch_size 10 fits"):
+    with pytest.raises(UsageError, match="--efficient fused, --batch_size 16 takes about .*; --batch_size 10 fits"):
         choose(images, memory_budget="20")
 
 

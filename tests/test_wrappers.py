@@ -1248,7 +1248,7 @@ def test_symbolic_trace(mode, training):
 
 @each_mode
 def test_feature_extractor(mode):
-    """torchvision cuts networks by torch.fx; a block that is a leaf there keeps its mode. Kills: leaves that run plain."""
+    """torchvision cuts networks by torch.fx; a block that is a leaf keeps its mode. Kills: leaves that run plain."""
     model = toy()
     nodes = {"features.denseblock1": "low", "features.norm5": "high"}
     cut = create_feature_extractor(twin(model, mode), nodes, tracer_kwargs={"leaf_modules": [DenseBlock]})
