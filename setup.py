@@ -23,8 +23,8 @@ setup(
     packages=find_packages(include=["efficient_densenet", "efficient_densenet.*"]),
     python_requires=">=3.10",
     install_requires=["torch>=2.4"],
-    # tensorboard: for demo.py --tensorboard True, and the test that reads its files back. pytest-xdist: the tests on two
-    # cores, in little more than half the time.
+    # tensorboard: for demo.py --tensorboard True, and the test that reads its files back. pytest-xdist: the tests on
+    # two cores, in little more than half the time.
     extras_require={
         "demo": DEMO,
         "tensorboard": ["tensorboard"],
