@@ -14,7 +14,7 @@ from ..ops.batch_norm import FeatureStatistics, synchronised_over, uses_batch_st
 from ..ops.bottleneck import checkpointed_bottleneck
 from ..ops.dense_block import BlockCall, NormCall, TailCall, fused_block, layer_call
 from ..ops.modules import (
-    is_hooked, part, why_no_final_norm, why_no_transition, why_not_fused, why_not_recomputed, why_plain,
+    is_hooked, is_inspected, part, why_no_final_norm, why_no_transition, why_not_fused, why_not_recomputed, why_plain,
 )  # fmt: skip
 from ..ops.storage import FeatureBuffer, append, is_channels_last
 
@@ -116,12 +116,17 @@ class DenseBlock(nn.ModuleDict):
         drop_rate: dropout after every layer.
         spatial_dims: 1, 2 or 3.
 
+    Attributes:
+        efficient: the mode asked for; takes the same values as :meth:`DenseNet.set_efficient`, and reads as their name.
+
     Shape:
         - input: ``(N, C_0, *spatial)``
         - output: ``(N, C_0 + L k, *spatial)``
     """
 
-    efficient = "naive"
+    __jit_unused_properties__ = ["efficient"]
+
+    _efficient = "naive"
 
     def __init__(
         self,
@@ -137,6 +142,21 @@ class DenseBlock(nn.ModuleDict):
             layer = DenseLayer(in_channels + i * growth_rate, growth_rate, bn_size, drop_rate, spatial_dims)
             self[f"denselayer{i + 1}"] = layer
         self.num_output_features = in_channels + num_layers * growth_rate
+
+    @property
+    def efficient(self) -> str:
+        """The mode asked for: one of :data:`efficient_densenet.models.MODES`."""
+        return self._efficient
+
+    @efficient.setter
+    def efficient(self, mode: bool | str) -> None:
+        self._efficient = mode_name(mode)
+
+    def __setstate__(self, state: dict) -> None:
+        state = dict(state)
+        if "efficient" in state:  # pickled when the mode was a plain attribute
+            state["_efficient"] = mode_name(state.pop("efficient"))
+        super().__setstate__(state)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():
@@ -267,6 +287,8 @@ class DenseBlock(nn.ModuleDict):
             return BlockPlan(name, asked, "naive")
         if len(self) == 0 or (foreign := self._why_not_dense_layers()):
             return BlockPlan(name, asked, "naive", foreign if len(self) else "no layers")
+        if is_inspected(self):
+            return BlockPlan(name, asked, "naive", "inspected: every norm and convolution has hooks")
         if asked != "checkpoint":
             reasons = [f"{key}: {why}" for key, layer in self.items() if (why := why_not_fused(layer))]
             if not reasons and len(self._process_groups()) > 1:

@@ -65,6 +65,16 @@ def why_plain(x: Tensor) -> str:
     return ""
 
 
+def is_inspected(module: nn.Module) -> bool:
+    """Whether every leaf of ``module`` that holds parameters is hooked: somebody looks at how its parts hang together.
+
+    Such tools (dependency graphs for pruning, summaries) put together what their hooks see and autograd's graph; any
+    other graph than that of the plain modules would be read wrongly, without a word.
+    """
+    leaves = [part for part in module.modules() if part._parameters and not part._modules]
+    return bool(leaves) and all(map(is_hooked, leaves))
+
+
 def why_not_recomputed(layer: nn.Module) -> str:
     """Why a dense layer's bottleneck cannot be rebuilt from its features."""
     return (
