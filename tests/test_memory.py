@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from helpers import MODES, classification_loss, each_mode, images, toy
 from torch import nn
 
-from efficient_densenet import densenet_bc
+from efficient_densenet import DenseNet, densenet_bc
 from efficient_densenet.memory import Allocations, measure_allocations, measure_step
 from efficient_densenet.models import DenseBlock
 
@@ -187,3 +187,31 @@ def test_evaluation_adds_nothing_to_the_peak_of_training(mode):
 def test_a_larger_dropout_rate_needs_no_more_memory(mode):
     x = images()
     assert measure_step(toy(mode, drop_rate=0.6), x) == measure_step(toy(mode, drop_rate=0.2), x)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("bn_size", [4, None])
+def test_rectifiers_need_no_more_than_in_place(channels_last, bn_size):
+    """In the plain path: a step's peak and what it keeps, and the peak without gradients, called for or possible.
+
+    Kills: a rectifier that makes a tensor of its own where nobody could tell.
+    """
+    model, x = densenet_bc(40, 12, efficient="naive"), images(2, 3, 16, 16, dtype=torch.float32)
+    if bn_size is None:
+        model = DenseNet(12, (6, 6), bn_size=None, efficient="naive")
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+        x = x.contiguous(memory_format=torch.channels_last)
+    found = []
+    for in_place in (True, False):
+        for module in model.modules():
+            if isinstance(module, nn.ReLU):
+                module.inplace = in_place
+        steps = [measure_step(model.train(training), x) for training in (True, False)]
+        with torch.no_grad():
+            without = [measure_allocations(lambda: model(x))]
+        model.requires_grad_(False)
+        without.append(measure_allocations(lambda: model(x)))
+        model.requires_grad_(True)
+        found.append((steps, without))
+    assert found[0] == found[1]

@@ -111,7 +111,7 @@ class DenseNet(nn.Module):
         self.features.add_module("conv0", conv(spatial_dims, in_channels, num_init_features, **stem))
         if not small_inputs:
             self.features.add_module("norm0", batch_norm(spatial_dims, num_init_features))
-            self.features.add_module("relu0", nn.ReLU(inplace=True))
+            self.features.add_module("relu0", nn.ReLU())
             self.features.add_module("pool0", pool(spatial_dims, "Max", kernel_size=3, stride=2, padding=1))
 
         channels = num_init_features

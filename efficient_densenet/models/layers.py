@@ -14,7 +14,8 @@ from ..ops.batch_norm import FeatureStatistics, synchronised_over, uses_batch_st
 from ..ops.bottleneck import checkpointed_bottleneck
 from ..ops.dense_block import BlockCall, NormCall, TailCall, fused_block, layer_call
 from ..ops.modules import (
-    is_hooked, is_inspected, part, why_no_final_norm, why_no_transition, why_not_fused, why_not_recomputed, why_plain,
+    call_norm_relu, is_hooked, is_inspected, part, why_no_final_norm, why_no_transition, why_not_fused,
+    why_not_recomputed, why_plain,
 )  # fmt: skip
 from ..ops.storage import FeatureBuffer, append, is_channels_last
 
@@ -65,24 +66,29 @@ class DenseLayer(nn.Module):
         self.growth_rate = growth_rate
         self.drop_rate = float(drop_rate)
         self.norm1 = batch_norm(spatial_dims, in_channels)
-        self.relu1 = nn.ReLU(inplace=True)
+        self.relu1 = nn.ReLU()
         if bn_size is None:
             self.conv1 = conv(spatial_dims, in_channels, growth_rate, kernel_size=3, padding=1)
         else:
             width = bn_size * growth_rate
             self.conv1 = conv(spatial_dims, in_channels, width, kernel_size=1)
             self.norm2 = batch_norm(spatial_dims, width)
-            self.relu2 = nn.ReLU(inplace=True)
+            self.relu2 = nn.ReLU()
             self.conv2 = conv(spatial_dims, width, growth_rate, kernel_size=3, padding=1)
         self.has_bottleneck = bn_size is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.after_bottleneck(self.conv1(self.relu1(self.norm1(x))))
+        if torch.jit.is_scripting():
+            return self.after_bottleneck(self.conv1(self.relu1(self.norm1(x))))
+        return self.after_bottleneck(self.conv1(call_norm_relu(x, self.norm1, self.relu1)))
 
     def after_bottleneck(self, x: Tensor) -> Tensor:
         """What follows ``conv1`` in H_l."""
         if self.has_bottleneck:
-            x = self.conv2(self.relu2(self.norm2(x)))
+            if torch.jit.is_scripting():
+                x = self.conv2(self.relu2(self.norm2(x)))
+            else:
+                x = self.conv2(call_norm_relu(x, self.norm2, self.relu2))
         if self.drop_rate > 0.0 and self.training:
             # Dropout draws in the order of memory. Drawn for a contiguous tensor, the same seed drops the same values
             # whatever the layout of x, so that neither channels-last nor the mode changes them.
@@ -324,8 +330,6 @@ class Transition(nn.Sequential):
     def __init__(self, in_channels: int, out_channels: int, spatial_dims: int):
         super().__init__()
         self.norm = batch_norm(spatial_dims, in_channels)
-        self.relu = (
-            nn.ReLU()
-        )  # not in place: whoever replaces the norm by an identity must not edit the block's features
+        self.relu = nn.ReLU()
         self.conv = conv(spatial_dims, in_channels, out_channels, kernel_size=1)
         self.pool = pool(spatial_dims, "Avg", kernel_size=2, stride=2)

@@ -75,6 +75,21 @@ def is_inspected(module: nn.Module) -> bool:
     return bool(leaves) and all(map(is_hooked, leaves))
 
 
+def call_norm_relu(x: Tensor, norm: nn.Module, relu: nn.Module) -> Tensor:
+    """``relu(norm(x))`` by the modules, in place where nobody can tell.
+
+    The rectifiers are not in place of themselves, as torch then refuses backward hooks on the norm. In a training step
+    that costs nothing, since neither BatchNorm nor ReLU keeps what lies between them; without gradients it would add a
+    tensor to the peak.
+    """
+    y = norm(x)
+    if torch.compiler.is_compiling() or why_plain(y) or y.requires_grad:
+        return relu(y)
+    if type(norm) not in NORMS or is_hooked(norm) or type(relu) is not nn.ReLU or is_hooked(relu):
+        return relu(y)
+    return F.relu_(y)
+
+
 def why_not_recomputed(layer: nn.Module) -> str:
     """Why a dense layer's bottleneck cannot be rebuilt from its features."""
     return (
