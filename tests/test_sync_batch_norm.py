@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -73,6 +74,19 @@ def second_derivatives(model: nn.Module, share: slice) -> dict:
     return {"input": x.grad, **gradients(model)}
 
 
+def many_gradients(model: nn.Module, share: slice) -> dict:
+    """By both of torch's vmaps."""
+    x, _ = batch("unequal", 0)
+    x = x[share].requires_grad_()
+    output, wrt = model(x), [x, *model.parameters()]
+    many = images(2, *batch("unequal", 0)[1].shape)[:, share]
+    found = [*torch.autograd.grad(output, wrt, many, is_grads_batched=True, retain_graph=True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no batching rule for every derivative
+        found += torch.func.vmap(lambda v: torch.autograd.grad(output, wrt, v, retain_graph=True))(many)
+    return {str(i): g for i, g in enumerate(found)}
+
+
 def own_share(variant: str) -> slice:
     before = sum(VARIANTS[variant][1][: dist.get_rank()])
     return slice(before, before + VARIANTS[variant][1][dist.get_rank()])
@@ -88,6 +102,8 @@ def all_cases() -> dict:
             called = DistributedDataParallel(model)
             found[mode, variant] = train(called, model, variant, own_share(variant), dist.get_world_size())
         found[mode, "second"] = second_derivatives(build("unequal", mode, synchronised=True), own_share("unequal"))
+        if mode != "checkpoint" or torch.__version__ >= "2.5":  # whose own checkpoint refuses torch.func.vmap
+            found[mode, "many"] = many_gradients(build("unequal", mode, synchronised=True), own_share("unequal"))
     dist.destroy_process_group()
     return found
 
@@ -129,6 +145,22 @@ def test_one_synchronised_norm_among_others(ranks, mode):
 def test_second_derivatives(ranks, mode):
     for rank in ranks:
         assert_same(rank["naive", "second"], rank[mode, "second"], tolerance=1e-8)
+
+
+@pytest.mark.parametrize("mode", ("naive", *MODES))
+def test_many_gradients_at_once(ranks, mode):
+    """Kills: a sum over processes that knows one gradient alone. One process with all images is the reference."""
+    first = VARIANTS["unequal"][1][0]
+    want = many_gradients(build("unequal", "naive", synchronised=False), slice(None))
+    half = len(want) // 2
+    for rank, share in zip(ranks, (slice(None, first), slice(first, None)), strict=True):
+        if (mode, "many") not in rank:
+            pytest.skip("this torch's own checkpoint does not go with torch.func.vmap")
+        for name in ("0", str(half)):  # the images' gradients
+            assert_same({name: want[name][:, share]}, {name: rank[mode, "many"][name]}, tolerance=1e-8)
+    for name in want.keys() - {"0", str(half)}:
+        total = sum(rank[mode, "many"][name] for rank in ranks)
+        assert_same({name: want[name]}, {name: total}, tolerance=1e-8)
 
 
 def exchanged() -> dict:

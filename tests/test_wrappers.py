@@ -510,6 +510,69 @@ def test_torch_func_grad_in_training(mode):
     compare(run, mode)
 
 
+def batched_gradients(model, x, wrt, **kwargs):
+    output = model(x)
+    many = images(3, *output.shape, seed=5)
+    return torch.autograd.grad(output, wrt, many, is_grads_batched=True, **kwargs)
+
+
+def batched_and_once_more(model, x):
+    wrt = [x, *model.parameters()]
+    first = batched_gradients(model, x, wrt, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), wrt, allow_unused=True)
+    return [*first, *second]
+
+
+def vmapped_gradients(model, x):
+    output, wrt = model(x), [x, *model.parameters()]
+    return torch.func.vmap(lambda v: torch.autograd.grad(output, wrt, v, retain_graph=True))(
+        images(3, *output.shape, seed=5)
+    )
+
+
+BATCHED = {
+    "jacobian": lambda model, x: [torch.autograd.functional.jacobian(model, x, vectorize=True)],
+    "hessian": lambda model, x: [
+        torch.autograd.functional.hessian(lambda y: model(y).square().sum(), x[..., ::2], vectorize=True)
+    ],
+    "grads": lambda model, x: batched_gradients(model, x, [x, *model.parameters()]),
+    "some grads": lambda model, x: batched_gradients(model, x, list(model.parameters())[1::3]),
+    "differentiable grads": batched_and_once_more,
+    "vmap": vmapped_gradients,
+}
+
+
+STEM = {"small_inputs": False, "block_config": (1,)}
+BASIC = {"spatial_dims": 1, "bn_size": None, "drop_rate": 0.2}
+
+
+@uses_jit
+@each_mode
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    ("asked", "overrides"),
+    [*((asked, {}) for asked in BATCHED), *((asked, o) for o in (STEM, BASIC) for asked in ("grads", "vmap"))],
+    ids=[*BATCHED, *(f"{name}-{asked}" for name in ("stem", "basic") for asked in ("grads", "vmap"))],
+)
+def test_many_gradients_at_once(mode, training, asked, overrides):
+    """One backward pass under vmap. Kills: a backward that works in place on tensors that are many in one."""
+    if mode == "checkpoint" and asked == "vmap":
+        x = torch.ones(2, requires_grad=True)
+        y = checkpoint(torch.sin, x, use_reentrant=False)
+        try:
+            torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(torch.eye(2))
+        except RuntimeError:
+            pytest.skip("this torch's own checkpoint (2.4) does not go with torch.func.vmap")
+
+    def run(model):
+        model.train(training)
+        x = images(2, 3, *((8, 8) if overrides is STEM else (4, 4))[: model.spatial_dims]).requires_grad_()
+        found = BATCHED[asked](model, x)
+        return {str(i): None if g is None else g.detach() for i, g in enumerate(found)}
+
+    compare(run, mode, **overrides)
+
+
 @uses_jit
 @each_mode
 def test_forward_mode_differentiation(mode):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .rebuild import is_many, levels_of_batched_gradients, must_rebuild, rebuilt_gradients
 from .storage import as_rows, channels_last_empty
 from .tiles import as_type, fit, parts, tile_rows
 
@@ -291,15 +292,26 @@ class _SumOverProcesses(torch.autograd.Function):
     """The sum of the processes' tensors. All their losses depend on it, and its gradient on all of theirs."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone()
+    def forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        if is_many(x):  # no collective takes it, and many sums are one of more elements
+            level = levels_of_batched_gradients() or 1
+            many = torch._remove_batch_dim(x, level, 0, 0)
+            return torch._add_batch_dim(_SumOverProcesses.apply(many, group), 0, level)
+        total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, dist.ProcessGroup], output: Tensor) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def vmap(info, in_dims: tuple[int, None], x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+        return _SumOverProcesses.apply(x, group), in_dims[0]
+
+    @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _SumOverProcesses.apply(grad.contiguous(), ctx.group), None
+        return _SumOverProcesses.apply(grad, ctx.group), None
 
 
 def synchronised_batch_norm(
@@ -366,11 +378,13 @@ class _NormReLU(torch.autograd.Function):
         x, gamma, beta, mean, var, z = ctx.saved_tensors
         exchange, batch = ctx.exchange, ctx.exchange is not None
         need_x, need_gamma, need_beta = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # create_graph: differentiate the plain formula instead
-            y = norm_relu_reference(x, gamma, beta, Statistics(mean, var), ctx.eps, exchange)
-            wanted = [t for t, need in zip((x, gamma, beta), (need_x, need_gamma, need_beta), strict=True) if need]
-            grads = iter(torch.autograd.grad(y, wanted, dz, create_graph=True))
-            return *(next(grads) if need else None for need in (need_x, need_gamma, need_beta)), None, None, None, None
+        if must_rebuild(dz):
+            arguments = (Statistics(mean, var), ctx.eps, exchange)
+            gradients = rebuilt_gradients(
+                lambda *tensors: norm_relu_reference(*tensors, *arguments),
+                (x, gamma, beta), (need_x, need_gamma, need_beta), dz,
+            )  # fmt: skip
+            return *gradients, None, None, None, None
 
         norm = FoldedNorm(gamma, beta, Statistics(mean, var), ctx.eps, batch)
         need_sums = need_gamma or need_beta or batch

@@ -21,6 +21,7 @@ from .batch_norm import (
     FeatureStatistics, Statistics, move_running_statistics, norm_relu, synchronised_over, uses_batch_statistics,
 )  # fmt: skip
 from .modules import CONVOLUTIONS
+from .rebuild import outside_transforms
 
 
 def bottleneck_reference(x: Tensor, norm: nn.Module, relu: nn.Module, conv: nn.Module) -> Tensor:
@@ -66,6 +67,7 @@ def checkpointed_bottleneck(
 
 
 def _norm_relu_conv(x, gamma, beta, weight, bias, statistics, eps, exchange, convolution, geometry) -> Tensor:
-    # Views: torch 2.4 forgets a leaf's hooks where a Function within a checkpoint is its first reader.
-    gamma, beta = (p if p is None else p.view_as(p) for p in (gamma, beta))
-    return convolution(norm_relu(x, gamma, beta, statistics, eps, exchange), weight, bias, *geometry)
+    with outside_transforms():  # vmap of gradients: what it needs rebuilt is not batched
+        # Views: torch 2.4 forgets a leaf's hooks where a Function within a checkpoint is its first reader.
+        gamma, beta = (p if p is None else p.view_as(p) for p in (gamma, beta))
+        return convolution(norm_relu(x, gamma, beta, statistics, eps, exchange), weight, bias, *geometry)

@@ -46,6 +46,7 @@ from .batch_norm import (
 )  # fmt: skip
 from .conv3x3 import ConvBackward, add_product, as_kernel, conv_forward, forward_weight
 from .modules import part, tensor
+from .rebuild import must_rebuild, rebuilt_gradients
 from .storage import FeatureBuffer, append, as_rows, channels_last_empty, columns
 from .tiles import Scratch, as_type, fit, parts, tile_rows
 
@@ -679,12 +680,13 @@ class _DenseBlock(torch.autograd.Function):
         layers = ctx.kept.layers
         parameters, conv1 = saved[: -len(layers)], saved[-len(layers) :]
         needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
-        if torch.is_grad_enabled():  # create_graph: rebuild the block with plain autograd and differentiate that
-            with torch.autocast(x.device.type, enabled=False):
-                out = dense_block_reference(x, ctx.call, parameters, ctx.kept)
-            wanted = [t for t, need in zip((x, *parameters), needed, strict=True) if need]
-            grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=True, allow_unused=True))
-            dx, *rest = (next(grads) if need else None for need in needed)
+        if must_rebuild(grad):
+
+            def reference(x, *parameters):
+                with torch.autocast(x.device.type, enabled=False):
+                    return dense_block_reference(x, ctx.call, parameters, ctx.kept)
+
+            dx, *rest = rebuilt_gradients(reference, (x, *parameters), needed, grad)
             return dx, None, None, *rest
 
         layers = [_KeptLayer(k.norm1, k.norm2, b, k.random_state) for k, b in zip(layers, conv1, strict=True)]

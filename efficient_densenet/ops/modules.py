@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .rebuild import in_a_transform
 from .sync_batch_norm import SyncBatchNorm
 
 CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
@@ -57,8 +58,7 @@ def why_plain(x: Tensor) -> str:
         return f"device {x.device.type!r}"
     if any(getattr(torch.nn.modules.module, f"_global_{hooks}", None) for hooks in HOOKS):
         return "hooks on every module"
-    active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    if active and active():
+    if in_a_transform():
         return "a torch.func transform"
     if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
         return "forward-mode differentiation"

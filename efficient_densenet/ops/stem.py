@@ -18,6 +18,7 @@ from .batch_norm import (
 )  # fmt: skip
 from .conv3x3 import as_images
 from .modules import MAX_POOLS
+from .rebuild import must_rebuild, rebuilt_gradients
 from .storage import as_rows, channels_last_empty
 from .tiles import fit, parts, tile_rows
 
@@ -55,11 +56,13 @@ class _NormReLUMaxPool(torch.autograd.Function):
     def backward(ctx, grad):
         x, gamma, beta, mean, var = ctx.saved_tensors
         need_x, need_gamma, need_beta = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # create_graph: differentiate the plain formula instead
-            y = norm_relu_max_pool_reference(x, gamma, beta, Statistics(mean, var), ctx.eps, ctx.exchange, ctx.window)
-            wanted = [t for t, need in zip((x, gamma, beta), (need_x, need_gamma, need_beta), strict=True) if need]
-            grads = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
-            return *(next(grads) if need else None for need in (need_x, need_gamma, need_beta)), *(None,) * 5
+        if must_rebuild(grad):
+            arguments = (Statistics(mean, var), ctx.eps, ctx.exchange, ctx.window)
+            gradients = rebuilt_gradients(
+                lambda *tensors: norm_relu_max_pool_reference(*tensors, *arguments),
+                (x, gamma, beta), (need_x, need_gamma, need_beta), grad,
+            )  # fmt: skip
+            return *gradients, *(None,) * 5
 
         norm = FoldedNorm(gamma, beta, Statistics(mean, var), ctx.eps, ctx.exchange is not None)
         sizes = tuple(x.shape[2:])

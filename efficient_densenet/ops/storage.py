@@ -81,8 +81,10 @@ class _Append(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         ctx.saved_tensors  # noqa: B018 - raises if the finished block was edited in place
-        before = grad[:, : ctx.start] if ctx.start else None
-        return before, grad[:, ctx.start :].to(ctx.y_dtype), None, None
+        # Indexing takes an alias where it takes all, for which torch's old vmap (is_grads_batched) has no rule.
+        before = grad.narrow(1, 0, ctx.start) if ctx.start else None
+        new = grad.narrow(1, ctx.start, grad.shape[1] - ctx.start)
+        return before, new.to(ctx.y_dtype), None, None
 
 
 def append(x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool = False) -> Tensor:
