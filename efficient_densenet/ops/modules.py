@@ -71,8 +71,9 @@ def is_inspected(module: nn.Module) -> bool:
     Such tools (dependency graphs for pruning, summaries) put together what their hooks see and autograd's graph; any
     other graph than that of the plain modules would be read wrongly, without a word.
     """
-    leaves = [part for part in module.modules() if part._parameters and not part._modules]
-    return bool(leaves) and all(map(is_hooked, leaves))
+    leaves = (part for part in module.modules() if part._parameters and not part._modules)
+    first = next(leaves, None)
+    return first is not None and is_hooked(first) and all(map(is_hooked, leaves))  # most often the first says no
 
 
 def call_norm_relu(x: Tensor, norm: nn.Module, relu: nn.Module) -> Tensor:
