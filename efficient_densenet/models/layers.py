@@ -15,7 +15,7 @@ from ..ops.bottleneck import checkpointed_bottleneck
 from ..ops.dense_block import BlockCall, NormCall, TailCall, fused_block, layer_call
 from ..ops.modules import (
     call_norm_relu, is_hooked, is_inspected, part, why_no_final_norm, why_no_transition, why_not_fused,
-    why_not_recomputed, why_plain,
+    why_not_recomputed, why_plain, why_quantised,
 )  # fmt: skip
 from ..ops.storage import FeatureBuffer, append, is_channels_last
 
@@ -302,10 +302,12 @@ class DenseBlock(nn.ModuleDict):
             if not reasons:
                 runs = "fused" if asked == "auto" else asked
                 return BlockPlan(name, asked, runs, keeps_conv1=keeps_conv1 or runs == "fused")
-            return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))
-        reasons = [
-            f"{key} is not recomputed: {why}" for key, layer in self.items() if (why := why_not_recomputed(layer))
-        ]
+        else:
+            reasons = [
+                f"{key} is not recomputed: {why}" for key, layer in self.items() if (why := why_not_recomputed(layer))
+            ]
+        if reasons and (quantised := [f"{key}: {why}" for key, layer in self.items() if (why := why_quantised(layer))]):
+            return BlockPlan(name, asked, "naive", "; ".join(quantised))
         return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))
 
     def extra_repr(self) -> str:

@@ -18,6 +18,7 @@ CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
 AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 MAX_POOLS = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 PLAIN_TENSORS = (nn.Parameter, Tensor)
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
@@ -48,6 +49,8 @@ def why_plain(x: Tensor) -> str:
     """Why a block must run as plain autograd just now."""
     if not isinstance(x, Tensor):  # but what stands for one
         return "traced by torch.fx"
+    if x.is_nested or x.layout != torch.strided or x.dtype not in FLOATING:
+        return f"a {'nested' if x.is_nested else x.layout if x.layout != torch.strided else x.dtype} tensor"
     if torch.jit.is_tracing():
         return "traced"
     if torch.compiler.is_compiling() and getattr(torch.compiler, "is_exporting", lambda: True)():
@@ -89,6 +92,14 @@ def call_norm_relu(x: Tensor, norm: nn.Module, relu: nn.Module) -> Tensor:
     if type(norm) not in NORMS or is_hooked(norm) or type(relu) is not nn.ReLU or is_hooked(relu):
         return relu(y)
     return F.relu_(y)
+
+
+def why_quantised(layer: nn.Module) -> str:
+    """Why a layer will get and give quantised tensors."""
+    for name, module in layer._modules.items():
+        if type(module).__module__.startswith("torch.ao.nn.") and ".quantized." in type(module).__module__:
+            return f"{name} is a quantised {type(module).__name__}"
+    return ""
 
 
 def why_not_recomputed(layer: nn.Module) -> str:
