@@ -1,4 +1,4 @@
-"""Packaging: ``pip install -e .`` for the library, ``.[demo]`` to train with demo.py, ``.[test]`` for the tests."""
+"""Packaging: ``pip install -e .`` for the library, ``.[demo]`` to train with demo.py, ``.[test,peers]`` for the tests."""
 
 import re
 from pathlib import Path
@@ -24,10 +24,11 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.4"],
     # tensorboard: for demo.py --tensorboard True, and the test that reads its files back. pytest-xdist: the tests on
-    # two cores, in little more than half the time.
+    # two cores, in little more than half the time. peers: other people's tools, which the tests try on the models.
     extras_require={
         "demo": DEMO,
         "tensorboard": ["tensorboard"],
         "test": [*DEMO, "tensorboard", "pytest>=7", "pytest-xdist"],
+        "peers": ["monai", "timm", "torch-pruning"],
     },
 )

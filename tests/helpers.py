@@ -204,6 +204,11 @@ def assert_as_accurate(*draws: tuple[dict, dict, dict], factor: float = 2) -> No
     assert not faults, "less exact than allowed:\n" + "\n".join(faults)
 
 
+def peer(name: str):
+    """Somebody else's tool, from the extra ``peers``; where it is not installed, the test is skipped."""
+    return pytest.importorskip(name, reason=f'{name} comes with pip install -e ".[test,peers]"')
+
+
 @contextmanager
 def evaluation(model: nn.Module):
     """``model`` in eval mode for a moment; modules that were frozen in eval mode stay so."""
