@@ -1,4 +1,4 @@
-"""Other people's tools on the library's models; skipped where the extra ``peers`` is not installed."""
+"""Other people's tools on the models: what they find in the plain model, they find in every mode."""
 
 from __future__ import annotations
 
@@ -8,14 +8,28 @@ import warnings
 import pytest
 import torch
 
-from helpers import assert_same, each_mode, images, layers, toy, training_state
+from efficient_densenet.memory import measure_step
+from helpers import (
+    assert_same,
+    blocks,
+    buffers,
+    each_mode,
+    gradients,
+    images,
+    layers,
+    peer,
+    toy,
+    training_state,
+    twin,
+)
+
+
+# --- Torch-Pruning --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def pruning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its affair
-        return pytest.importorskip("torch_pruning", reason="needs torch-pruning: pip install -e '.[peers]'")
+    return peer("torch_pruning")
 
 
 # What is pruned, and the method of Torch-Pruning that does it.
@@ -79,3 +93,42 @@ def test_whole_models_are_pruned_alike(mode, pruning):
         assert not any(module._forward_hooks for module in net.modules())
     assert_same(*found)
     assert torch.isfinite(found[0]["step 1: output"]).all()
+
+
+# --- MONAI ----------------------------------------------------------------------------------------------------------
+
+
+def meta_tensor(x: torch.Tensor) -> torch.Tensor:
+    return peer("monai.data").MetaTensor(x, affine=2 * torch.eye(4), meta={"name": "scan"})
+
+
+@each_mode
+@pytest.mark.parametrize("overrides", [{"spatial_dims": 3}, {"small_inputs": False}], ids=["3d", "imagenet"])
+def test_meta_tensors(mode, overrides):
+    """Type and metadata come out as from the plain model. Kills: a function through which they do not pass."""
+    model = toy(**overrides)
+    states = []
+    for net in (model, twin(model, mode)):
+        x = images(2, 3, *(8,) * net.spatial_dims)
+        outputs = {
+            "model": net(meta_tensor(x)),
+            "forward_features": net.forward_features(meta_tensor(x)),
+            "features": net.features(meta_tensor(x)),
+            "block": blocks(net)[0](meta_tensor(images(2, 8, *(4,) * net.spatial_dims))),
+            "transition": net.features.transition1(meta_tensor(images(2, 16, *(4,) * net.spatial_dims))),
+        }
+        for name, output in outputs.items():
+            assert type(output) is peer("monai.data").MetaTensor, name
+            assert output.meta["name"] == "scan" and torch.equal(output.affine, 2 * torch.eye(4).double()), name
+        outputs["model"].square().sum().backward()
+        states.append({**{k: v.detach().as_tensor() for k, v in outputs.items()}, **gradients(net), **buffers(net)})
+    assert_same(*states)
+
+
+@each_mode
+def test_meta_tensors_cost_no_memory(mode):
+    """Kills: the plain path for whatever is not exactly a tensor."""
+    model = toy(mode, block_config=(8, 8))
+    plain, meta = (measure_step(model, x) for x in (images(4, 3, 16, 16), meta_tensor(images(4, 3, 16, 16))))
+    assert meta.kept_bytes == plain.kept_bytes
+    assert meta.peak_bytes <= 1.02 * plain.peak_bytes

@@ -21,6 +21,7 @@ from .batch_norm import (
     FeatureStatistics, Statistics, move_running_statistics, norm_relu, synchronised_over, uses_batch_statistics,
 )  # fmt: skip
 from .modules import CONVOLUTIONS
+from .overrides import overridable
 from .rebuild import outside_transforms
 
 
@@ -29,6 +30,7 @@ def bottleneck_reference(x: Tensor, norm: nn.Module, relu: nn.Module, conv: nn.M
     return conv(relu(norm(x)))
 
 
+@overridable
 def checkpointed_bottleneck(
     x: Tensor, statistics: Callable[..., FeatureStatistics], norm: nn.Module, conv: nn.Module
 ) -> Tensor:

@@ -46,6 +46,7 @@ from .batch_norm import (
 )  # fmt: skip
 from .conv3x3 import ConvBackward, add_product, as_kernel, conv_forward, forward_weight
 from .modules import part, tensor
+from .overrides import is_fake, overridable
 from .rebuild import must_rebuild, rebuilt_gradients
 from .storage import FeatureBuffer, append, as_rows, channels_last_empty, columns
 from .tiles import Scratch, as_type, fit, parts, tile_rows
@@ -397,8 +398,8 @@ class _GradientSums:
 
 def _accurate_short_cuts(run: _Pass, norms: Sequence[FoldedNorm]) -> set[FoldedNorm]:
     """The norms whose ``gamma dgamma`` may come from the weight's gradient; asked once, as answers are waited for."""
-    # On an accelerator the wait would be long, and the direct sums cost it little.
-    if run.device.type != "cpu" or run.dtype not in (torch.float32, torch.float64):
+    # On an accelerator the wait would be long, and the direct sums cost it little. A fake tensor has no answer.
+    if run.device.type != "cpu" or run.dtype not in (torch.float32, torch.float64) or is_fake(run.features):
         return set()
     gamma, beta = torch.cat([n.gamma for n in norms]), torch.cat([n.beta for n in norms])
     doubtful = torch.nonzero(gamma.abs() <= beta.abs() * LEAST_GAMMA_OVER_BETA).flatten()
@@ -706,6 +707,7 @@ class _DenseBlock(torch.autograd.Function):
         return dx, None, None, *gradients
 
 
+@overridable
 def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """A dense block and its tail as one function; equivalent to :func:`dense_block_reference`.
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .overrides import PLAIN_TENSORS, as_plain, is_plain, why_other_type
 from .rebuild import in_a_transform
 from .sync_batch_norm import SyncBatchNorm
 
@@ -19,7 +20,6 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncB
 AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 MAX_POOLS = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-PLAIN_TENSORS = (nn.Parameter, Tensor)
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
@@ -49,6 +49,10 @@ def why_plain(x: Tensor) -> str:
     """Why a block must run as plain autograd just now."""
     if not isinstance(x, Tensor):  # but what stands for one
         return "traced by torch.fx"
+    if type(x) not in PLAIN_TENSORS:
+        if why := why_other_type(x):
+            return why
+        x = as_plain(x)  # it need not hear of the questions
     if x.is_nested or x.layout != torch.strided or x.dtype not in FLOATING:
         return f"a {'nested' if x.is_nested else x.layout if x.layout != torch.strided else x.dtype} tensor"
     if torch.jit.is_tracing():
@@ -179,7 +183,7 @@ def _why_other_batch_norm(norm: nn.Module, name: str, affine: bool = True) -> st
     if not norm.eps > 0:
         return f"{name} has eps {norm.eps}"
     for parameter in (tensor(norm, "weight"), tensor(norm, "bias")):
-        if type(parameter) not in PLAIN_TENSORS and (affine or parameter is not None):
+        if not is_plain(parameter) and (affine or parameter is not None):
             return f"{name} has no plain affine parameters"
     return ""
 
@@ -188,7 +192,7 @@ def _why_other_conv(parent: nn.Module, name: str, kernel: int) -> str:
     if why := _why_other(parent, name, tuple(CONVOLUTIONS)):
         return why
     conv = part(parent, name)
-    if type(tensor(conv, "weight")) not in PLAIN_TENSORS:
+    if not is_plain(tensor(conv, "weight")):
         return f"{name} has no plain weight"
     dims = len(conv.kernel_size)
     plain = (

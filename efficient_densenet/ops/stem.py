@@ -18,6 +18,7 @@ from .batch_norm import (
 )  # fmt: skip
 from .conv3x3 import as_images
 from .modules import MAX_POOLS
+from .overrides import overridable
 from .rebuild import must_rebuild, rebuilt_gradients
 from .storage import as_rows, channels_last_empty
 from .tiles import fit, parts, tile_rows
@@ -95,6 +96,7 @@ class _NormReLUMaxPool(torch.autograd.Function):
         return dx if need_x else None, dgamma, dbeta, *(None,) * 5
 
 
+@overridable
 def norm_relu_max_pool(x: Tensor, norm: nn.Module, pool: nn.Module) -> Tensor:
     """``max_pool(relu(norm(x)))``, keeping x alone; the running statistics move once.
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .overrides import overridable
+
 
 def channels_last_empty(like: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised ``(N, channels, *spatial)`` tensor whose channels lie next to each other, of any dimension."""
@@ -87,6 +89,7 @@ class _Append(torch.autograd.Function):
         return before, new.to(ctx.y_dtype), None, None
 
 
+@overridable
 def append(x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool = False) -> Tensor:
     """Append ``y`` to the features ``x`` of ``buffer``; differentiable, equals ``torch.cat([x, y], 1)``.
 
