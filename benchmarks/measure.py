@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -142,6 +142,8 @@ class Conditions:
     device: str = "auto"
     output: str | None = None
 
+    dtypes: ClassVar[tuple[str, ...]] = tuple(DTYPES)
+
     def __post_init__(self):
         bc = self.model == "densenet_bc"
         choose("model", self.model, ("densenet_bc", "densenet3d", *IMAGENET))
@@ -160,12 +162,17 @@ class Conditions:
         self._set("modes", as_tuple(modes_of(self.model) if self.modes is None else self.modes))
         for mode in self.modes:
             choose("modes", mode, modes_of(self.model))
-        choose("dtype", self.dtype, DTYPES)
+        choose("dtype", self.dtype, self.dtypes)
         if self.device == "auto":
             self._set("device", "cuda" if torch.cuda.is_available() else "cpu")
-        gpus = torch.cuda.device_count()
-        choose("device", self.device, ["auto", "cpu", *["cuda"][:gpus], *(f"cuda:{i}" for i in range(gpus))])
+        choose("device", self.device, self.devices())
         writable("output", self.output, ".csv")
+
+    @staticmethod
+    def devices() -> list[str]:
+        """What ``device`` may be."""
+        gpus = torch.cuda.device_count()
+        return ["auto", "cpu", *["cuda"][:gpus], *(f"cuda:{i}" for i in range(gpus))]
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

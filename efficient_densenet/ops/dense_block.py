@@ -157,8 +157,13 @@ def dense_block_reference(x: Tensor, call: BlockCall, parameters: Sequence[Tenso
     return out
 
 
+def _random_devices(device: torch.device) -> list[torch.device]:
+    """The device, if dropout on it draws from a generator of its own; without CUDA its tensors have no data to draw."""
+    return [device] if device.type == "cuda" and torch.cuda.is_initialized() else []
+
+
 def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return torch.cuda.get_rng_state(device) if _random_devices(device) else torch.get_rng_state()
 
 
 def _dropout_noise(
@@ -168,7 +173,7 @@ def _dropout_noise(
     ones = torch.ones(shape, dtype=dtype, device=device)
     if state is None:
         return F.dropout(ones, rate)
-    devices = [device] if device.type == "cuda" else []
+    devices = _random_devices(device)
     with torch.random.fork_rng(devices):
         torch.cuda.set_rng_state(state, device) if devices else torch.set_rng_state(state)
         return F.dropout(ones, rate)
@@ -402,11 +407,11 @@ def _accurate_short_cuts(run: _Pass, norms: Sequence[FoldedNorm]) -> set[FoldedN
     if run.device.type != "cpu" or run.dtype not in (torch.float32, torch.float64) or is_fake(run.features):
         return set()
     gamma, beta = torch.cat([n.gamma for n in norms]), torch.cat([n.beta for n in norms])
-    doubtful = torch.nonzero(gamma.abs() <= beta.abs() * LEAST_GAMMA_OVER_BETA).flatten()
-    if doubtful.numel() == 0:
+    doubtful = gamma.abs() <= beta.abs() * LEAST_GAMMA_OVER_BETA
+    if not doubtful.any():
         return set(norms)
     ends = torch.tensor(list(itertools.accumulate(n.gamma.shape[0] for n in norms)))
-    excluded = set(torch.bucketize(doubtful, ends, right=True).unique().tolist())
+    excluded = set(torch.bucketize(torch.nonzero(doubtful).flatten(), ends, right=True).unique().tolist())
     return {norm for i, norm in enumerate(norms) if i not in excluded}
 
 

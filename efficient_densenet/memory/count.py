@@ -1,0 +1,125 @@
+"""A training step on tensors without data: what it launches, moves and holds on a device that need not be there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from .backward import backward
+from .tracker import Tracker, Traffic
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """What one training step costs a device.
+
+    Attributes:
+        peak_bytes: the most that was allocated at one moment, over what was there before.
+        kept_bytes: what was still allocated after the forward pass.
+        forward, backward: what each of them launches and moves.
+        operators: the same by phase and operator.
+    """
+
+    peak_bytes: int
+    kept_bytes: int
+    forward: Traffic
+    backward: Traffic
+    operators: dict[tuple[str, str], Traffic] = field(repr=False)
+
+    @property
+    def total(self) -> Traffic:
+        """What both passes launch and move."""
+        return self.forward + self.backward
+
+
+def count_step(
+    model: nn.Module,
+    x: Tensor,
+    loss: Callable[[Tensor], Tensor] = torch.sum,
+    device: torch.device | str = "cuda",
+    autocast: torch.dtype | None = None,
+) -> StepCount:
+    """Count one training step, ``loss(model(x)).backward()``, on a copy of the model without data.
+
+    The model's own code runs, and torch's for that device, on fake tensors: nothing is computed, no memory is taken,
+    and no device is needed. Gradients of the parameters count; parameters, buffers and ``x`` were there before and do
+    not. Storages count at the size asked for; workspaces of cuDNN and cuBLAS, and what operators take and give back
+    inside, are not seen. Kernels per operator of torch are those of its eager mode, by its sources.
+
+    Args:
+        model: the model, in the mode to count, on any device ("meta" serves).
+        x: stands for its input, batch included, by shape, type, layout and ``requires_grad``; on any device.
+        loss: a scalar from the model's output; what else it needs it makes on the output's device.
+        device: what the step is meant for: ``"cuda"`` or ``"cpu"``.
+        autocast: the type of ``torch.autocast``, or None for a step without.
+
+    Raises:
+        ValueError: a device of another type.
+        RuntimeError: CUDA is asked for, is not there, and this torch is too old to do without (2.4 is).
+
+    Example:
+        >>> from efficient_densenet import densenet_bc
+        >>> step = count_step(densenet_bc(depth=40, growth_rate=12), torch.empty(64, 3, 32, 32, device="meta"))
+        >>> step.total.host_waits
+        0
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CPU or a CUDA device, got {str(device)!r}")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    tracker = Tracker(device.type)
+    with without_data(device):
+        model, x = on(model, device), _empty_like(x, device)
+        tracker.adopt([*model.parameters(), *model.buffers(), x])
+        with tracker:
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                losses = [loss(model(x))]
+            kept = tracker.live_bytes - tracker.before_bytes
+            tracker.phase = "backward"
+            backward(losses, device)
+    return StepCount(
+        tracker.peak_bytes - tracker.before_bytes,
+        kept,
+        tracker.total("forward"),
+        tracker.total("backward"),
+        tracker.operators,
+    )
+
+
+@contextlib.contextmanager
+def without_data(device: torch.device) -> Iterator[None]:
+    """Every tensor made inside is fake; autocast for a CUDA device that is not there works as if it were."""
+    from torch._subclasses import FakeTensorMode
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    absent = device.type == "cuda" and not torch.cuda.is_available()
+    if absent and not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # autograd would ask the driver, and abort
+        raise RuntimeError(f"torch {torch.__version__} cannot count for a CUDA device that is not there; a newer one can")
+    fake.cache_enabled = False  # it would keep storages given to set_ alive, every block's buffer among them
+    with contextlib.ExitStack() as stack:
+        if absent:
+            stack.enter_context(mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+            stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True))
+        stack.enter_context(fake)
+        yield
+
+
+def on(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of the model with fake parameters and buffers of the same shapes, types and strides on ``device``."""
+    memo = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        fake = _empty_like(tensor, device)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    return copy.deepcopy(model, memo)
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return empty.requires_grad_(tensor.requires_grad)
