@@ -45,6 +45,84 @@ def on_meta(builder, *args, **kwargs):
         return builder(*args, **kwargs)
 
 
+# --- state dicts ----------------------------------------------------------------------------------------------------
+
+
+def published(state: dict) -> dict:
+    """A state dict as in torchvision's files: the names of its first DenseNets, before batches were counted."""
+    return {
+        re.sub(r"(norm|conv)([12])\.", r"\1.\2.", key): value
+        for key, value in state.items()
+        if not key.endswith("num_batches_tracked")
+    }
+
+
+class Lightning(nn.Module):
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net, self.loss = net, nn.CrossEntropyLoss()
+
+
+CONTAINERS = {
+    "model": (lambda model: model, ""),
+    "DataParallel": (nn.DataParallel, "module."),
+    "Sequential": (lambda model: nn.Sequential(nn.Identity(), model), "1."),
+    "Lightning": (Lightning, "net."),
+    "features": (lambda model: model.features, None),
+    "layer": (lambda model: model.features.denseblock1.denselayer2, None),
+    "copy": (copy.deepcopy, ""),
+    "pickled": (lambda model: pickle.loads(pickle.dumps(model)), ""),
+}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("mode", ["naive", "fused"])
+def test_published_names_load_into_any_container(mode, container, assign):
+    """Kills: names that one way of loading alone understands."""
+    wrap, prefix = CONTAINERS[container]
+    source, target = (toy(mode, seed=seed) for seed in (1, 2))
+    if prefix is None:
+        source, prefix = wrap(source), ""
+    target = wrap(target)
+    old = {prefix + key: value for key, value in published(source.state_dict()).items()}
+    given = dict(old)
+    found = target.load_state_dict(old, assign=assign)
+    assert not found.missing_keys and not found.unexpected_keys and old.keys() == given.keys()
+    assert_same({prefix + key: value for key, value in source.state_dict().items()}, target.state_dict(), 0)
+
+
+def test_old_and_new_names_at_once_are_unexpected():
+    """Kills: one of two tensors chosen in silence."""
+    model = toy()
+    with pytest.raises(RuntimeError, match='Unexpected.*"features.denseblock1.denselayer1.norm.1.weight"'):
+        model.load_state_dict({**published(model.state_dict()), **model.state_dict()})
+
+
+def test_what_does_not_fit_is_listed_in_short():
+    """Kills: hundreds of keys in one error; another type of error, or of result, than torch's."""
+    model = toy()
+    state = model.state_dict()
+    other = {f"backbone.{key}": value for key, value in state.items()}
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(other)
+    message = str(caught.value)
+    assert type(caught.value) is RuntimeError and message.startswith("Error(s) in loading state_dict for DenseNet:")
+    for what, first in (("Missing", "features.conv0.weight"), ("Unexpected", "backbone.features.conv0.weight")):
+        line = next(line for line in message.splitlines() if what in line)
+        assert f'"{first}"' in line and line.count('"') == 10 and "more" in line
+    missing = len([key for key in state if not key.endswith("num_batches_tracked")])
+    assert f"and {missing - 5} more" in message and f"and {len(state) - 5} more" in message
+
+    found = model.load_state_dict(other, strict=False)
+    assert len(found.missing_keys) == missing and len(found.unexpected_keys) == len(state)
+    with pytest.raises(RuntimeError, match=r"(?s)size mismatch for features.denseblock1.*and \d+ more$") as caught:
+        toy(growth_rate=5).load_state_dict(state)
+    assert str(caught.value).count("size mismatch") == 5
+    with pytest.raises(RuntimeError, match='(?s)Missing key.*: "classifier.bias".$'):
+        model.load_state_dict({key: value for key, value in state.items() if key != "classifier.bias"})
+
+
 # --- torchvision as oracle ------------------------------------------------------------------------------------------
 
 
@@ -65,7 +143,7 @@ def test_weights_from_a_file(tmp_path):
         densenet121(weights=file)
     torch.manual_seed(0)
     state = torchvision.models.densenet121(weights=None, num_classes=3).state_dict()
-    torch.save({re.sub(r"(norm|conv)([12])\.", r"\1.\2.", key): value for key, value in state.items()}, file)
+    torch.save(published(state), file)
     assert_same(state, densenet121(weights=file, num_classes=3).state_dict(), tolerance=0)
     with pytest.raises(ValueError, match=r"classifier.weight has shape \(3, 1024\) instead of \(1000, 1024\)"):
         densenet121(weights=str(file))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from ..ops.batch_norm import synchronised_over
 from ..ops.modules import CONVOLUTIONS, MAX_POOLS, is_hooked, why_no_stem, why_plain
 from ..ops.stem import norm_relu_max_pool
 from .layers import BlockPlan, DenseBlock, Transition, batch_norm, conv, mode_name, pool
-from .weights import load_weights, weights_in
+from .weights import load_weights, shortened, weights_in
 
 
 def _positive_int(name: str, value: object, least: int = 1) -> int:
@@ -290,6 +291,21 @@ class DenseNet(nn.Module):
                 f"input of size {'x'.join(map(str, x.shape[2:]))} is too small for this model; "
                 f"every side must be at least {self.min_size}"
             )
+
+    # Weights
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
+        """As torch's; takes the key names of torchvision's published files too, and its errors are short.
+
+        Raises:
+            RuntimeError: keys or shapes that do not fit: the first five of each kind, and how many more.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except RuntimeError as error:
+            if type(error) is RuntimeError and str(error).startswith("Error(s) in loading state_dict"):
+                raise RuntimeError(shortened(str(error))) from None
+            raise
 
     # The classifier
 

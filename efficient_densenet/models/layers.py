@@ -18,6 +18,7 @@ from ..ops.modules import (
     why_not_recomputed, why_plain, why_quantised,
 )  # fmt: skip
 from ..ops.storage import FeatureBuffer, append, is_channels_last
+from .weights import layer_key
 
 MODES = ("naive", "checkpoint", "fused", "lean", "auto")
 
@@ -76,6 +77,14 @@ class DenseLayer(nn.Module):
             self.relu2 = nn.ReLU()
             self.conv2 = conv(spatial_dims, width, growth_rate, kernel_size=3, padding=1)
         self.has_bottleneck = bn_size is not None
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        """Takes the names of torchvision's published files too; here, as state dicts come in by any container."""
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            name = prefix + layer_key(key.removeprefix(prefix))
+            if name not in state_dict:
+                state_dict[name] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():

@@ -29,7 +29,8 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
         ValueError: keys or shapes that do not fit; lists the first of them.
     """
     expected = model.state_dict()
-    wrong = [f"missing {key}" for key in expected if key not in weights]
+    counters = "num_batches_tracked"  # which the first torch versions did not count, and torch does without
+    wrong = [f"missing {key}" for key in expected if key not in weights and not key.endswith(counters)]
     wrong += [f"unexpected {key}" for key in weights if key not in expected]
     wrong += [
         f"{key} has shape {tuple(weights[key].shape)} instead of {tuple(value.shape)}"
@@ -37,12 +38,36 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
         if key in weights and weights[key].shape != value.shape
     ]
     if wrong:
-        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ValueError(f"does not fit this model: {', '.join(wrong[:5])}{more}")
+        raise ValueError(f"does not fit this model: {', '.join(first_five(wrong))}")
     model.load_state_dict(weights)
+
+
+def layer_key(key: str) -> str:
+    """A dense layer's key by the name it has now: ``norm.1.weight``, of torchvision's first, is ``norm1.weight``."""
+    return re.sub(r"^(norm|conv)\.([12])\.", r"\1\2.", key)
+
+
+def shortened(error: str) -> str:
+    """What torch says of a state dict that does not fit, with five keys of each kind and how many more there are."""
+    first, *lines = error.split("\n\t")
+    found = []
+    for line in lines:
+        what, _, keys = line.partition(" key(s) in state_dict: ")
+        if what in ("Missing", "Unexpected"):
+            line = f"{what} key(s) in state_dict: {', '.join(first_five(keys.strip('. ').split(', ')))}."
+        found.append(line)
+    listed = [line for line in found if " key(s) in state_dict: " in line]
+    others = [line for line in found if line not in listed]
+    return "\n\t".join((first, *listed, *first_five(others)))
+
+
+def first_five(items: list[str]) -> list[str]:
+    """The first five, and how many more there are."""
+    return items if len(items) <= 5 else [*items[:5], f"and {len(items) - 5} more"]
 
 
 def _plain_key(key: str) -> str:
     while key.startswith(("module.", "_orig_mod.")):
         key = key.partition(".")[2]
-    return re.sub(r"(\.denselayer\d+\.(?:norm|conv))\.(\d\.)", r"\1\2", key)
+    in_layer = re.match(r"(.*\bdenselayer\d+\.)(.*)", key)
+    return in_layer[1] + layer_key(in_layer[2]) if in_layer else key
