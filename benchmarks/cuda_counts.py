@@ -10,7 +10,7 @@ are large.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +62,6 @@ class Settings(Conditions):
     device: str = "cuda"
     channels_last: bool = True
 
-    dtypes: ClassVar[tuple[str, ...]] = tuple(AUTOCAST)
-
     def __post_init__(self):
         super().__post_init__()
         bc = self.model == "densenet_bc"
@@ -73,6 +71,10 @@ class Settings(Conditions):
         if not isinstance(self.channels_last, bool):
             raise ValueError(f"channels_last must be True or False, got {self.channels_last!r}")
         self.cells()  # names a depth or an image size that cannot be
+
+    @staticmethod
+    def dtypes() -> list[str]:
+        return list(AUTOCAST)
 
     @staticmethod
     def devices() -> list[str]:
@@ -116,9 +118,8 @@ def count_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 def run(settings: Settings) -> list[dict[str, Any]]:
     """Count every mode, print it, and write what was asked for."""
-    print_row(
-        "training step", "mode", "launches", "of naive", "GB", "of naive", "host waits", "kept MiB", "peak MiB", "of naive"
-    )
+    names = ("launches", "of naive", "GB", "of naive", "host waits", "kept MiB", "peak MiB", "of naive")
+    print_row("training step", "mode", *names)
     conditions = environment("cpu")
     del conditions["hardware"], conditions["threads"]  # which have no part in it
     rows: list[dict[str, Any]] = []
@@ -130,7 +131,8 @@ def run(settings: Settings) -> list[dict[str, Any]]:
             write_rows(settings.output, rows)  # after each: a run that is stopped has lost nothing
         if row["mode"] == "naive":
             naive = row
-        share = {name: f"{row[name] / naive[name]:.3f}" if naive else "" for name in ("launches", "bytes", "peak_bytes")}
+        compared = ("launches", "bytes", "peak_bytes")
+        share = {name: f"{row[name] / naive[name]:.3f}" if naive else "" for name in compared}
         print_row(
             f"{title(row)}, {size(row)}", row["mode"],
             row["launches"], share["launches"], f"{row['bytes'] / 1e9:.1f}", share["bytes"], row["host_waits"],

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -142,8 +142,6 @@ class Conditions:
     device: str = "auto"
     output: str | None = None
 
-    dtypes: ClassVar[tuple[str, ...]] = tuple(DTYPES)
-
     def __post_init__(self):
         bc = self.model == "densenet_bc"
         choose("model", self.model, ("densenet_bc", "densenet3d", *IMAGENET))
@@ -162,11 +160,16 @@ class Conditions:
         self._set("modes", as_tuple(modes_of(self.model) if self.modes is None else self.modes))
         for mode in self.modes:
             choose("modes", mode, modes_of(self.model))
-        choose("dtype", self.dtype, self.dtypes)
+        choose("dtype", self.dtype, self.dtypes())
         if self.device == "auto":
             self._set("device", "cuda" if torch.cuda.is_available() else "cpu")
         choose("device", self.device, self.devices())
         writable("output", self.output, ".csv")
+
+    @staticmethod
+    def dtypes() -> list[str]:
+        """What ``dtype`` may be."""
+        return list(DTYPES)
 
     @staticmethod
     def devices() -> list[str]:
@@ -385,5 +388,5 @@ def size(row: dict[str, Any]) -> str:
 
 def print_row(*cells: object) -> None:
     """A line of a table: two wide columns of text, then numbers."""
-    print("".join(f"{cell:<{width}}" for cell, width in zip(cells[:2], (42, 16)))
+    print("".join(f"{cell:<{width - 1}} " for cell, width in zip(cells[:2], (42, 16)))
           + "".join(f"{cell:>13}" for cell in cells[2:]), flush=True)  # fmt: skip

@@ -15,12 +15,13 @@ from helpers import MODES, assert_same, images, toy, training_state
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import cuda_counts  # noqa: E402
 import measure  # noqa: E402
 import memory  # noqa: E402
 import report  # noqa: E402
 import speed  # noqa: E402
 
-COMMANDS = {"memory": memory, "speed": speed, "report": report}
+COMMANDS = {"memory": memory, "speed": speed, "cuda_counts": cuda_counts, "report": report}
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -68,6 +69,24 @@ def test_the_speed_benchmark_times_every_mode_in_both_layouts(tmp_path, capsys):
     assert rows[0]["ratio"] == "1.0"
     assert all(float(row["step_ms"]) > 0 and float(row["ratio"]) > 0 and row["rounds"] == "2" for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_ensureCUDADeviceGuardSet"), reason="this torch asks the driver for the device of a fake CUDA tensor"
+)
+def test_the_counts_need_no_gpu(tmp_path, capsys):
+    flags = "--depth 10 --batch_size 8 --image_size 16 --dtype bf16 --modes naive,concatenation,lean --output"
+    cuda_counts.main([*flags.split(), f"{tmp_path}/c.csv"])
+    rows = read(tmp_path / "c.csv")
+    assert [(row["mode"], row["device"], row["dtype"]) for row in rows] == [
+        (mode, "cuda", "bf16") for mode in ("naive", "concatenation", "lean")
+    ]
+    for row in rows:
+        number = {name: int(row[name]) for name in row if name.endswith(("launches", "bytes", "waits"))}
+        assert number["bytes"] == number["read_bytes"] + number["written_bytes"] and number["host_waits"] == 0
+        assert number["launches"] > number["forward_launches"] > 0 < number["loaded_bytes"]
+        assert number["peak_bytes"] > number["kept_bytes"] > 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
 ROW = {
@@ -169,6 +188,11 @@ def test_the_readme_shows_the_rows_that_are_committed():
         ("speed", "--layouts sideways", "sideways"),
         ("speed", "--model densenet121 --depth 121", "depth"),
         ("speed", "--depth 11", "11"),
+        ("cuda_counts", "--dtype bfloat16", "float32, bf16, fp16"),
+        ("cuda_counts", "--device cuda:1", "cuda:1"),
+        ("cuda_counts", "--model densenet121 --depth 121", "depth"),
+        ("cuda_counts", "--depth 11", "11"),
+        ("cuda_counts", "--channels_last maybe", "maybe"),
         ("report", "--results missing", "missing"),
         ("report", "--readme missing.md", "missing.md"),
         ("report", "--readme empty.md", "benchmark:begin"),

@@ -14,6 +14,7 @@ from efficient_densenet.training.config import parse_flags
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import cuda_counts  # noqa: E402
 import measure  # noqa: E402
 import memory  # noqa: E402
 import report  # noqa: E402
@@ -32,6 +33,7 @@ UNDERSTOOD = {  # reads the flags and does nothing
     "demo.py": parse_flags,
     "benchmarks/memory.py": lambda flags: measure.parse(memory.Settings, flags),
     "benchmarks/speed.py": lambda flags: measure.parse(speed.Settings, flags),
+    "benchmarks/cuda_counts.py": lambda flags: measure.parse(cuda_counts.Settings, flags),
     "benchmarks/report.py": lambda flags: measure.parse(report.Settings, flags),
 }
 

@@ -6,11 +6,13 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from ..ops.device import H200, assume, describe, is_assumed
 from .backward import backward
 from .tracker import Tracker, Traffic
 
@@ -61,7 +63,7 @@ def count_step(
 
     Raises:
         ValueError: a device of another type.
-        RuntimeError: CUDA is asked for, is not there, and this torch is too old to do without (2.4 is).
+        RuntimeError: CUDA is asked for, and this torch is too old for it (2.4 is).
 
     Example:
         >>> from efficient_densenet import densenet_bc
@@ -95,20 +97,34 @@ def count_step(
 
 @contextlib.contextmanager
 def without_data(device: torch.device) -> Iterator[None]:
-    """Every tensor made inside is fake; autocast for a CUDA device that is not there works as if it were."""
+    """Every tensor made inside is fake; a CUDA device that is not there is taken for an H200, also by autocast."""
     from torch._subclasses import FakeTensorMode
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    if device.type == "cuda" and not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # it asks the driver, and aborts
+        raise RuntimeError(f"torch {torch.__version__} cannot count for CUDA without a device; a newer one can")
     absent = device.type == "cuda" and not torch.cuda.is_available()
-    if absent and not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # autograd would ask the driver, and abort
-        raise RuntimeError(f"torch {torch.__version__} cannot count for a CUDA device that is not there; a newer one can")
     fake.cache_enabled = False  # it would keep storages given to set_ alive, every block's buffer among them
     with contextlib.ExitStack() as stack:
         if absent:
+            select = _in_half_precision(torch._C._select_conv_backend)
             stack.enter_context(mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
             stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True))
+            stack.enter_context(mock.patch.object(torch._C, "_select_conv_backend", select))
+        if device.type == "cuda" and not is_assumed(device):
+            stack.enter_context(assume("cuda", H200 if absent else describe(device)))
         stack.enter_context(fake)
         yield
+
+
+def _in_half_precision(select: Callable[..., Any]) -> Callable[..., Any]:
+    """The choice of a convolution's backend, which without a device denies cuDNN to bfloat16, and with it the layout."""
+
+    def chosen(*tensors: Tensor, bias: Tensor | None = None, **settings: Any) -> Any:
+        *tensors, bias = (t.half() if t is not None and t.dtype == torch.bfloat16 else t for t in (*tensors, bias))
+        return select(*tensors, bias=bias, **settings)
+
+    return chosen
 
 
 def on(model: nn.Module, device: torch.device) -> nn.Module:
