@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 
 import pytest
 import torch
 
+from efficient_densenet import SyncBatchNorm
 from efficient_densenet.memory import measure_step
 from helpers import (
     assert_same,
+    assert_trains_like,
     blocks,
     buffers,
     each_mode,
@@ -132,3 +135,18 @@ def test_meta_tensors_cost_no_memory(mode):
     plain, meta = (measure_step(model, x) for x in (images(4, 3, 16, 16), meta_tensor(images(4, 3, 16, 16))))
     assert meta.kept_bytes == plain.kept_bytes
     assert meta.peak_bytes <= 1.02 * plain.peak_bytes
+
+
+# --- timm -----------------------------------------------------------------------------------------------------------
+
+
+def test_timms_norms_and_activations_are_synchronised_whole():
+    """In one process nothing changes. Kills: ReLUs that are lost with the norms they stood in."""
+    timm = peer("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("densenet121", num_classes=5, growth_rate=4, block_config=(2, 2)).double()
+    other = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    synchronised = [module for module in other.modules() if isinstance(module, SyncBatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    assert len(synchronised) == len(norms) > 10 and list(model.state_dict()) == list(other.state_dict())
+    assert_trains_like(model, other, images(2, 3, 32, 32), steps=2)

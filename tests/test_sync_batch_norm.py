@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 
@@ -212,6 +213,144 @@ def test_one_process_is_a_plain_batch_norm():
     for a, b in zip(want, got, strict=True):
         assert_same(a, b)
     assert len(norms(model)) == sum(isinstance(m, SyncBatchNorm) for m in other.modules())
+
+
+# --- conversion -----------------------------------------------------------------------------------------------------
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm has it: a BatchNorm that goes on to drop and rectify."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.drop, self.act = nn.Dropout(0.2), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class ActNorm(nn.BatchNorm2d):
+    """Its child comes first."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return super().forward(self.act(x))
+
+
+class InTraining(NormAct):
+    def forward(self, x):
+        return super().forward(x) + self.training
+
+
+class Named(nn.BatchNorm2d):
+    """Computes nothing else."""
+
+
+def replaced(norm: nn.Module) -> nn.Module:
+    norm.forward = lambda x: x
+    return norm
+
+
+REFUSED = {
+    "doubled": Doubled, "act before norm": ActNorm, "another in training": InTraining,
+    "lazy": lambda c: nn.LazyBatchNorm2d(), "forward replaced": lambda c: replaced(nn.BatchNorm2d(c)),
+    "torch's, extended": type("Sync", (nn.SyncBatchNorm,), {"forward": lambda self, x: x}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_norms_that_compute_something_else_are_refused(kind):
+    """Kills: wrong outputs in silence, and a model converted by half."""
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.ReLU(), REFUSED[kind](3)))
+    types = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=rf"1\.1 is a .*\.{type(model[1][1]).__name__}, which"):
+        SyncBatchNorm.convert_sync_batchnorm(model)
+    assert types == [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match="the module itself is a "):
+        SyncBatchNorm.convert_sync_batchnorm(REFUSED[kind](3))
+
+
+CONVERTED = {
+    "1d": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d, "torch's": nn.SyncBatchNorm, "act": NormAct,
+    "named": Named,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"affine": False}, {"track_running_stats": False}, {"momentum": None, "eps": 1e-2}, {"dtype": torch.float64},
+])  # fmt: skip
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_a_converted_norm_keeps_what_it_has(kind, settings):
+    """Kills: a setting, flag, hook or activation lost; a second conversion that does something."""
+    norm = CONVERTED[kind](3, **settings).eval()
+    model = nn.Sequential(norm, nn.InstanceNorm2d(3, affine=True), norm, nn.BatchNorm2d(3))
+    for parameter in norm.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5).requires_grad_(False)
+    calls = []
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    before = copy.deepcopy(norm)
+    group = object()
+    for given in (None, group, None):
+        assert SyncBatchNorm.convert_sync_batchnorm(model, given) is model
+        converted = model[0]
+        assert isinstance(converted, SyncBatchNorm) and model[2] is converted and type(model[1]) is nn.InstanceNorm2d
+        assert [type(child) for child in converted.children()] == [type(child) for child in before.children()]
+        assert not converted.training and model[3].training
+        assert not any(parameter.requires_grad for parameter in converted.parameters())
+        assert_same(dict(before.state_dict()), dict(converted.state_dict()), 0)
+        for name in ("num_features", "eps", "momentum", "affine", "track_running_stats"):
+            assert getattr(before, name) == getattr(converted, name)
+    assert converted.process_group is group
+    converted.process_group = None
+    x = images(4, 3, *(2,) * {"1d": 1, "3d": 3}.get(kind, 2)).to(settings.get("dtype", torch.float32))
+    for training in (True, False):
+        torch.manual_seed(0)
+        want = before.train(training)(x)
+        torch.manual_seed(0)
+        calls.clear()
+        assert torch.equal(want, converted.train(training)(x))
+        assert calls == [1]
+    assert_same(dict(before.state_dict()), dict(converted.state_dict()), 0)
+
+
+def of_norms_and_activations(synchronised: bool) -> nn.Module:
+    torch.manual_seed(0)
+    norm = NormAct(4)
+    norm.drop.p = 0.0
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Conv2d(4, 5, 3), nn.Flatten()).double()
+    return SyncBatchNorm.convert_sync_batchnorm(model) if synchronised else model
+
+
+def trained_norm_and_activation() -> list:
+    dist.init_process_group("gloo")
+    model = of_norms_and_activations(synchronised=True)
+    x = images(9, 3, 5, 5)[own_share("basic")].requires_grad_()
+    output = model(x)
+    output.square().sum().backward()
+    return [output.detach(), x.grad, buffers(model)]
+
+
+def test_a_norm_and_activation_on_two_processes(tmp_path):
+    """Kills: statistics of the own images; an activation that is lost."""
+    found = on_ranks(2, tmp_path, trained_norm_and_activation)
+    model, x = of_norms_and_activations(synchronised=False), images(9, 3, 5, 5).requires_grad_()
+    output = model(x)
+    output.square().sum().backward()
+    assert_same(
+        {"output": output.detach(), "x": x.grad},
+        {"output": torch.cat([rank[0] for rank in found]), "x": torch.cat([rank[1] for rank in found])},
+    )
+    for rank in found:
+        assert_same(buffers(model), rank[2])
 
 
 def with_an_empty_batch() -> list:

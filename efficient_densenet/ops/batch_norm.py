@@ -332,7 +332,9 @@ def synchronised_batch_norm(
     var = _SumOverProcesses.apply(centred.square().sum(dims), group) / count
     y = centred * (var + eps).rsqrt().view(shape)
     if gamma is not None:
-        y = y * gamma.view(shape) + beta.view(shape)
+        y = y * gamma.view(shape)
+    if beta is not None:
+        y = y + beta.view(shape)
     return y.to(x.dtype), Statistics(mean.detach(), var.detach()), count
 
 
