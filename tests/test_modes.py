@@ -294,8 +294,8 @@ def test_ties_in_the_stems_pooling(mode, spatial_dims, training):
 @each_mode
 def test_channels_last_stays(mode):
     """Kills: features that fall back to the contiguous layout, which costs a copy before every convolution."""
-    model = toy(mode).to(memory_format=torch.channels_last)
-    features = model.forward_features(images().to(memory_format=torch.channels_last))
+    model = toy(mode, dtype=torch.float32).to(memory_format=torch.channels_last)
+    features = model.forward_features(images().float().to(memory_format=torch.channels_last))
     assert features.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -330,12 +330,13 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("tracked", [True, False], ids=["tracked", "untracked"])
 @pytest.mark.parametrize("moment", ["at_once", "after_use"])
-def test_in_place_edit_of_a_blocks_output(mode, edit, tracked, moment):
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_in_place_edit_of_a_blocks_output(mode, edit, tracked, moment, memory_format):
     """The plain path's gradients or autograd's usual error. Kills: a saved view that bypasses the version counter."""
     model = toy()
     states = []
     for net in (model, twin(model, mode)):
-        x = images(4, 8, 8, 8).requires_grad_()
+        x = images(4, 8, 8, 8).to(memory_format=memory_format).requires_grad_()
         y = net.features.denseblock1(x)
         value = y.sum() if moment == "after_use" else 0
         try:

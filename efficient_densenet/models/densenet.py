@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.batch_norm import synchronised_over
+from ..ops.layout import behind_pointwise, in_format, is_channels_last
 from ..ops.modules import CONVOLUTIONS, MAX_POOLS, is_hooked, why_no_stem, why_plain
 from ..ops.stem import norm_relu_max_pool
 from .layers import BlockPlan, DenseBlock, Transition, batch_norm, conv, mode_name, pool
@@ -255,24 +256,27 @@ class DenseNet(nn.Module):
 
     @torch.jit.unused
     def _run_features(self, x: Tensor) -> Tensor:
-        """``relu(features(x))``, each dense block as one function with what closes it wherever both allow it."""
-        plain = self._efficient in ("naive", "checkpoint") or type(self.features) is not nn.Sequential
+        """``relu(features(x))``, each dense block together with what closes it wherever both allow it."""
+        plain = self._efficient == "naive" or type(self.features) is not nn.Sequential
         if plain or is_hooked(self.features) or why_plain(x):
             return F.relu(self.features(x))
         off_peak = self._off_peak(x.shape)
         modules = list(self.features)
+        channels_last = None  # whether x is in the plain model, where it is laid out otherwise here
         while modules:
             module, closed = modules.pop(0), None
             if type(module) is DenseBlock and modules and (type(modules[0]) is Transition or len(modules) == 1):
-                closed = module.closed_by(x, modules[0], keep_conv1=module in off_peak)
+                closed = module.closed_by(x, modules[0], module in off_peak, channels_last)
                 if closed is not None and type(modules.pop(0)) is not Transition:
-                    return closed
-            elif len(modules) > 2 and not torch.compiler.is_compiling():
-                if not why_no_stem(module, *modules[:2]):
-                    closed = norm_relu_max_pool(x, module, modules[1])
+                    return closed[0]
+            elif len(modules) > 2 and channels_last is None and not torch.compiler.is_compiling():
+                if self._efficient != "checkpoint" and not why_no_stem(module, *modules[:2]):
+                    closed = norm_relu_max_pool(x, module, modules[1]), behind_pointwise(is_channels_last(x), x.shape)
                     del modules[:2]
-            x = module(x) if closed is None else closed
-        return F.relu(x)
+            if closed is None:
+                closed = module(x if channels_last is None else in_format(x, channels_last)), None
+            x, channels_last = closed
+        return F.relu(x if channels_last is None else in_format(x, channels_last))
 
     @torch.jit.unused
     def _check_input(self, x: Tensor) -> None:

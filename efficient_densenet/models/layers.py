@@ -11,13 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.batch_norm import FeatureStatistics, synchronised_over, uses_batch_statistics
-from ..ops.bottleneck import checkpointed_bottleneck
+from ..ops.bottleneck import checkpointed_bottleneck, convolve
 from ..ops.dense_block import BlockCall, NormCall, TailCall, fused_block, layer_call
+from ..ops.layout import (
+    behind_convolution, behind_pointwise, copy_in_format, gradient_in_format, in_format, is_channels_last,
+)  # fmt: skip
 from ..ops.modules import (
-    call_norm_relu, is_hooked, is_inspected, part, why_no_final_norm, why_no_transition, why_not_fused,
+    call_norm_relu, is_hooked, is_inspected, part, tensor, why_no_final_norm, why_no_transition, why_not_fused,
     why_not_recomputed, why_plain, why_quantised,
 )  # fmt: skip
-from ..ops.storage import FeatureBuffer, append, is_channels_last
+from ..ops.storage import FeatureBuffer, append
 from .weights import layer_key
 
 MODES = ("naive", "checkpoint", "fused", "lean", "auto")
@@ -98,11 +101,38 @@ class DenseLayer(nn.Module):
                 x = self.conv2(self.relu2(self.norm2(x)))
             else:
                 x = self.conv2(call_norm_relu(x, self.norm2, self.relu2))
+        return self.dropped_out(x)
+
+    def dropped_out(self, x: Tensor) -> Tensor:
+        """What follows the last convolution in H_l."""
         if self.drop_rate > 0.0 and self.training:
             # Dropout draws in the order of memory. Drawn for a contiguous tensor, the same seed drops the same values
             # whatever the layout of x, so that neither channels-last nor the mode changes them.
             x = x * F.dropout(torch.ones_like(x, memory_format=torch.contiguous_format), self.drop_rate)
         return x
+
+
+    def formats(self, channels_last: bool, shape: Sequence[int], dtype: torch.dtype) -> list[bool]:
+        """Whether what its convolutions give, and the layer, is channels-last in the plain model.
+
+        Args:
+            channels_last: whether the features it reads are.
+            shape: of these.
+            dtype: what the convolutions compute in.
+        """
+        found = []
+        for conv in (part(self, name) for name in ("conv1", "conv2")[: 1 + self.has_bottleneck]):
+            weight = tensor(conv, "weight")
+            channels_last = behind_pointwise(channels_last, shape)
+            channels_last = behind_convolution(channels_last, shape, weight, dtype)
+            shape = (shape[0], weight.shape[0], *shape[2:])
+            found.append(channels_last)
+        return [*found, self.behind_dropout(channels_last, shape)]
+
+    def behind_dropout(self, channels_last: bool, shape: Sequence[int]) -> bool:
+        """The same for what :meth:`dropped_out` gives."""
+        drops = self.drop_rate > 0.0 and self.training
+        return behind_pointwise(channels_last, shape) if drops else channels_last
 
 
 @dataclass(frozen=True)
@@ -195,36 +225,59 @@ class DenseBlock(nn.ModuleDict):
 
     def _run_as_planned(self, x: Tensor) -> Tensor:
         runs = self.plan().runs
-        if runs == "naive":
-            return self._plain(x)
-        if runs == "checkpoint" or self._dtype_of(x) is None:
-            return self._checkpointed(x)
-        return self._fused(x)
+        return self._plain(x) if runs == "naive" else in_format(*self._inside(x, runs))
 
-    def closed_by(self, x: Tensor, tail: nn.Module, keep_conv1: bool = False) -> Tensor | None:
-        """The block and what closes it as one function, or ``None`` where it has to be the one after the other.
+    def _inside(self, x: Tensor, runs: str, channels_last: bool | None = None) -> tuple[Tensor, bool]:
+        """The block on shared storage, and whether its output is channels-last in the plain model.
+
+        Args:
+            x: the block's input.
+            runs: what the plan says.
+            channels_last: whether that is, where it comes from another part of the library and may be laid out
+                otherwise; ``None`` where it comes from outside.
+        """
+        if runs == "checkpoint" or self._dtype_of(x) is None:
+            return self._checkpointed(x, channels_last)
+        return self._fused(x, channels_last)
+
+    def closed_by(
+        self, x: Tensor, tail: nn.Module, keep_conv1: bool = False, channels_last: bool | None = None
+    ) -> tuple[Tensor, bool | None] | None:
+        """The block and what closes it without anything between them that others could see.
 
         Args:
             x: the block's input.
             tail: a :class:`Transition`, or the model's final norm, with which goes its ReLU.
             keep_conv1: in lean mode, keep the outputs of ``conv1`` all the same: this block does not set the peak.
+            channels_last: of x, as for the block alone.
+
+        Returns:
+            The output, and whether it is channels-last in the plain model, or ``None`` where it is laid out so already;
+            or ``None`` where block and tail have to be called the one after the other.
         """
-        if is_hooked(self) or why_plain(x) or self.plan().runs not in ("fused", "lean") or self._dtype_of(x) is None:
+        if is_hooked(self) or why_plain(x) or (runs := self.plan().runs) == "naive":
             return None
-        if isinstance(tail, Transition):
-            if why_no_transition(tail) or min(x.shape[2:]) < 2:
-                return None
-            pool = (2,) * (x.dim() - 2)
-            call = TailCall(NormCall.of(tail.norm), pool if len(pool) > 1 else (1, 2))
-            parameters = [tail.norm.weight, tail.norm.bias, tail.conv.weight]
-        else:
-            if why_no_final_norm(tail):
-                return None
-            call, parameters = TailCall(NormCall.of(tail), None), [tail.weight, tail.bias]
-        if len(self._process_groups() | call.norm.groups) > 1:
+        if why_no_transition(tail) if isinstance(tail, Transition) else why_no_final_norm(tail):
             return None
-        run = functools.partial(self._fused, tail=call, tail_parameters=parameters, keep_conv1=keep_conv1)
-        return _run_outside_the_compiler(run, x) if torch.compiler.is_compiling() else run(x)
+        run = functools.partial(self._closed, runs=runs, tail=tail, keep_conv1=keep_conv1, channels_last=channels_last)
+        if torch.compiler.is_compiling():
+            return _run_outside_the_compiler(lambda x: in_format(*run(x)), x), None
+        return run(x)
+
+    def _closed(
+        self, x: Tensor, runs: str, tail: nn.Module, keep_conv1: bool, channels_last: bool | None
+    ) -> tuple[Tensor, bool]:
+        is_transition = isinstance(tail, Transition)
+        norm = tail.norm if is_transition else tail
+        fused = runs != "checkpoint" and self._dtype_of(x) is not None and min(x.shape[2:]) > is_transition
+        if fused and len(self._process_groups() | NormCall.of(norm).groups) <= 1:
+            return self._fused(x, channels_last, tail, keep_conv1)
+        features, channels_last = self._inside(x, runs, channels_last)
+        channels_last = behind_pointwise(channels_last, features.shape)
+        if not is_transition:
+            return F.relu(in_format(norm(features), channels_last)), channels_last
+        out = tail(features)
+        return out, tail.format(channels_last, features.shape, out.dtype)
 
     def _process_groups(self) -> set:
         """Over which processes the norms take batch statistics; for the block function it must be one choice."""
@@ -233,23 +286,50 @@ class DenseBlock(nn.ModuleDict):
         return {synchronised_over(norm) for norm in norms if uses_batch_statistics(norm)}
 
     def _fused(
-        self, x: Tensor, tail: TailCall | None = None, tail_parameters: Sequence[Tensor] = (), keep_conv1: bool = False
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        channels_last: bool | None,
+        tail: nn.Module | None = None,
+        keep_conv1: bool = False,
+    ) -> tuple[Tensor, bool]:
         """The whole block, and its tail, as one function."""
         dtype = self._dtype_of(x)
+        outside = channels_last is None
+        channels_last = is_channels_last(x) if outside else channels_last
+        shape = list(x.shape)
         calls, parameters = [], []
         for layer in self.values():
             call, p = layer_call(layer)
+            *convolutions, new = layer.formats(channels_last, shape, dtype)
+            # A kernel's gradient comes as the kernel is, unless told otherwise.
+            p[2::3] = [
+                w if w.shape[2:].numel() == 1 or wanted == is_channels_last(w) else gradient_in_format(w, wanted)
+                for w, wanted in zip(p[2::3], convolutions, strict=True)
+            ]
             calls.append(call)
             parameters += p
-        parameters += tail_parameters
+            channels_last = channels_last and new
+            shape[1] += p[-1].shape[0]
+        if outside and not channels_last:
+            x = gradient_in_format(x, False)
+        tail_call = None
+        if tail is not None:
+            channels_last = behind_pointwise(channels_last, shape)
+            if isinstance(tail, Transition):
+                pool = (2,) * (x.dim() - 2)
+                tail_call = TailCall(NormCall.of(tail.norm), pool if len(pool) > 1 else (1, 2))
+                parameters += [tail.norm.weight, tail.norm.bias, tail.conv.weight]
+                channels_last = tail.format(channels_last, shape, dtype)
+            else:
+                tail_call = TailCall(NormCall.of(tail), None, channels_last)
+                parameters += [tail.weight, tail.bias]
         one_d = x.dim() == 3
         if one_d:  # one row of pixels
             x = x.unsqueeze(2)
             parameters = [p.unsqueeze(2) if p.dim() == 3 else p for p in parameters]
         keep_conv1 = keep_conv1 or self.efficient != "lean"
-        out = fused_block(x, BlockCall(tuple(calls), tail, keep_conv1), parameters, dtype)
-        return out.squeeze(2) if one_d else out
+        out = fused_block(x, BlockCall(tuple(calls), tail_call, keep_conv1), parameters, dtype)
+        return out.squeeze(2) if one_d else out, channels_last
 
     def _dtype_of(self, x: Tensor) -> torch.dtype | None:
         """What the block function stores and multiplies in; None where torch refuses or must decide the mixture."""
@@ -258,23 +338,43 @@ class DenseBlock(nn.ModuleDict):
             return torch.get_autocast_dtype(x.device.type)
         return weight if x.dtype == weight else None
 
-    def _checkpointed(self, x: Tensor) -> Tensor:
+    def _checkpointed(self, x: Tensor, channels_last: bool | None) -> tuple[Tensor, bool]:
         """The reference without concatenation and without what can be rebuilt: every layer reads one shared buffer."""
         room = x.shape[1] + sum(layer.growth_rate for layer in self.values())
         buffer = FeatureBuffer(x, room, x.dtype)
         statistics = functools.cache(functools.partial(FeatureStatistics, buffer.tensor))  # by group of processes
+
+        def finished() -> bool:
+            """The format of the finished block, and so of the gradients that concatenations give."""
+            return channels_last
+
+        if channels_last is None:
+            channels_last = is_channels_last(x)
+            x = gradient_in_format(x, finished)
         features = append(None, x, buffer)
-        layout = torch.preserve_format if any(map(is_channels_last, self.parameters())) else torch.contiguous_format
         for number, layer in enumerate(self.values(), 1):
             if why_not_recomputed(layer):
                 # An unknown module gets what concatenation would give it: a tensor of its own, as it may work in place,
-                # in the plain model's layout, as it may draw random numbers in the order of memory.
-                new = layer(features.clone(memory_format=layout))
+                # in the plain model's format, as it may draw random numbers in the order of memory.
+                new = layer(copy_in_format(features, channels_last))
+                is_last = is_channels_last(new)
+                new = gradient_in_format(new, finished)
             else:
-                new = checkpointed_bottleneck(features, statistics, layer.norm1, layer.conv1)
+                is_last = behind_pointwise(channels_last, features.shape) or is_channels_last(layer.conv1.weight)
+                new = checkpointed_bottleneck(features, statistics, layer.norm1, layer.conv1, is_last)
+                is_last = is_last and is_channels_last(new)
                 if why_not_fused(layer):  # the same for unknown modules behind conv1
-                    new = new.contiguous() if layout == torch.contiguous_format else new
-                new = layer.after_bottleneck(new)
+                    new = layer.after_bottleneck(in_format(new, is_last))
+                    is_last = is_channels_last(new)
+                    new = gradient_in_format(new, finished)
+                else:
+                    if layer.has_bottleneck:
+                        is_last = behind_pointwise(is_last, new.shape) or is_channels_last(layer.conv2.weight)
+                        new = convolve(call_norm_relu(new, layer.norm2, layer.relu2), layer.conv2, is_last)
+                        is_last = is_last and is_channels_last(new)
+                    new = layer.dropped_out(new)
+                    is_last = layer.behind_dropout(is_last, new.shape)
+            channels_last = channels_last and is_last
             dtype = torch.promote_types(new.dtype, features.dtype)
             wanted = max(room, features.shape[1] + new.shape[1])
             if dtype != features.dtype or wanted > room:  # under autocast, or behind a module of another type or width
@@ -283,7 +383,7 @@ class DenseBlock(nn.ModuleDict):
                 statistics = functools.cache(functools.partial(FeatureStatistics, buffer.tensor))
                 features = append(None, features, buffer)
             features = append(features, new, buffer, last=number == len(self))
-        return features
+        return features, channels_last
 
     def sizes(self) -> tuple[int, int, int]:
         """Channels of the finished block, of all its conv1 outputs together, and of the widest of them."""
@@ -344,3 +444,7 @@ class Transition(nn.Sequential):
         self.relu = nn.ReLU()
         self.conv = conv(spatial_dims, in_channels, out_channels, kernel_size=1)
         self.pool = pool(spatial_dims, "Avg", kernel_size=2, stride=2)
+
+    def format(self, channels_last: bool, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether its output is channels-last, from whether its rectified input, of that shape, is."""
+        return len(shape) == 4 and behind_convolution(channels_last, shape, tensor(self.conv, "weight"), dtype)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .batch_norm import (
     FeatureStatistics, Statistics, move_running_statistics, norm_relu, synchronised_over, uses_batch_statistics,
 )  # fmt: skip
+from .layout import gradient_in_format
 from .modules import CONVOLUTIONS
 from .overrides import overridable
 from .rebuild import outside_transforms
@@ -32,7 +33,7 @@ def bottleneck_reference(x: Tensor, norm: nn.Module, relu: nn.Module, conv: nn.M
 
 @overridable
 def checkpointed_bottleneck(
-    x: Tensor, statistics: Callable[..., FeatureStatistics], norm: nn.Module, conv: nn.Module
+    x: Tensor, statistics: Callable[..., FeatureStatistics], norm: nn.Module, conv: nn.Module, channels_last: bool
 ) -> Tensor:
     """``conv(relu(norm(x)))``, keeping ``x`` and rebuilding the rest in the backward pass.
 
@@ -41,6 +42,7 @@ def checkpointed_bottleneck(
         statistics: gives the batch statistics of the buffer's channels over a group of processes, for all layers.
         norm: a BatchNorm to which :func:`~.modules.why_not_recomputed` does not object; its running statistics move.
         conv: the convolution behind it.
+        channels_last: the format of its weight's gradient.
 
     Shape:
         - x: ``(N, C_l, *spatial)``
@@ -59,13 +61,27 @@ def checkpointed_bottleneck(
     # Everything is handed over as it is now: by the time of the recomputation the module may hold other tensors
     # (torch.func.functional_call, a copy, a replica).
     arguments = (
-        x, norm.weight, norm.bias, conv.weight, conv.bias, used, norm.eps, exchange,
+        x, norm.weight, norm.bias, kernel(conv, channels_last), conv.bias, used, norm.eps, exchange,
         CONVOLUTIONS[type(conv)], (conv.stride, conv.padding, conv.dilation, conv.groups),
     )  # fmt: skip
     if not torch.is_grad_enabled():
         return _norm_relu_conv(*arguments)
     # Nothing in here is random.
     return checkpoint(_norm_relu_conv, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def kernel(conv: nn.Module, channels_last: bool) -> Tensor:
+    """The weight of a convolution that is channels-last here; its gradient arrives in the given format."""
+    weight = conv.weight
+    if channels_last or all(side == 1 for side in weight.shape[2:]):  # what it has anyway, or a shape that is both
+        return weight
+    return gradient_in_format(weight, False)
+
+
+def convolve(x: Tensor, conv: nn.Module, channels_last: bool) -> Tensor:
+    """``conv(x)``, its weight's gradient in the given format."""
+    weight = kernel(conv, channels_last)
+    return CONVOLUTIONS[type(conv)](x, weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
 def _norm_relu_conv(x, gamma, beta, weight, bias, statistics, eps, exchange, convolution, geometry) -> Tensor:

@@ -44,7 +44,7 @@ from .batch_norm import (
     Exchange, FeatureStatistics, FoldedNorm, Moments, Statistics, batch_norm_reference, check_count, masked_gradient,
     move_running_statistics, synchronised_over, uses_batch_statistics,
 )  # fmt: skip
-from .conv3x3 import ConvBackward, add_product, as_kernel, conv_forward, forward_weight
+from .conv3x3 import ConvBackward, add_product, as_images, as_kernel, conv_forward, forward_weight
 from .modules import part, tensor
 from .overrides import is_fake, overridable
 from .rebuild import must_rebuild, rebuilt_gradients
@@ -94,10 +94,14 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class TailCall:
-    """What closes the block: BN-ReLU, and with ``pool``, its window, a transition's AvgPool ∘ conv1x1 behind it."""
+    """What closes the block: BN-ReLU, and with ``pool``, its window, a transition's AvgPool ∘ conv1x1 behind it.
+
+    Without, the output leaves the library and is written in the format that is asked for.
+    """
 
     norm: NormCall
     pool: tuple[int, ...] | None
+    channels_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -303,6 +307,13 @@ def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: 
     move_running_statistics(moves, exchange.count)
     if call.tail is None:
         return buffer.first(channels), kept
+    if call.tail.pool is None and not call.tail.channels_last:
+        out = torch.empty(run.features.shape, dtype=run.dtype, device=run.device)
+        step = run.image_step(channels)
+        scratch = run.take("activations", step, channels)
+        for x, images in zip(parts(rows, step), out.split(step // run.image), strict=True):
+            images.copy_(as_images(kept.tail.relu(x, out=fit(scratch, x.shape[0])), run.sizes))
+        return out, kept
     if call.tail.pool is None:
         out = channels_last_empty(run.features, channels)
         out_rows = as_rows(out)

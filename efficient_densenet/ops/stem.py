@@ -17,6 +17,7 @@ from .batch_norm import (
     synchronised_over, uses_batch_statistics,
 )  # fmt: skip
 from .conv3x3 import as_images
+from .layout import gradient_in_format, in_format, is_channels_last
 from .modules import MAX_POOLS
 from .overrides import overridable
 from .rebuild import must_rebuild, rebuilt_gradients
@@ -119,7 +120,7 @@ def norm_relu_max_pool(x: Tensor, norm: nn.Module, pool: nn.Module) -> Tensor:
     if one_d:  # one row of pixels
         x = x.unsqueeze(2)
         window = [(rest, *v) for v, rest in zip(window, (1, 1, 0, 1), strict=True)]
-    x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    x = in_format(gradient_in_format(x, is_channels_last(x)), channels_last=True)
     exchange = None
     if uses_batch_statistics(norm):
         over = FeatureStatistics(x.detach(), synchronised_over(norm))

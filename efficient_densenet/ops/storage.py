@@ -33,12 +33,6 @@ def columns(rows: Tensor, start: int, stop: int) -> Tensor:
     return rows.as_strided((rows.shape[0], stop - start), strides, rows.storage_offset() + start * strides[1])
 
 
-def is_channels_last(x: Tensor) -> bool:
-    """Whether torch takes ``x`` for channels-last; what is both (one channel, one pixel) counts as contiguous."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.dim() in formats and not x.is_contiguous() and x.is_contiguous(memory_format=formats[x.dim()])
-
-
 class FeatureBuffer:
     """The features of one dense block in one forward pass.
 
