@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from measure import (
     MIB,
     Conditions,
+    boolean,
     environment,
     network,
     print_row,
@@ -68,8 +69,7 @@ class Settings(Conditions):
         if self.depth is not None and not bc:
             raise ValueError(f"depth={self.depth!r} has no meaning for {self.model}, whose depth is fixed")
         self._set("depth", whole("depth", self.depth or 100) if bc else None)
-        if not isinstance(self.channels_last, bool):
-            raise ValueError(f"channels_last must be True or False, got {self.channels_last!r}")
+        boolean("channels_last", self.channels_last)
         self.cells()  # names a depth or an image size that cannot be
 
     @staticmethod
@@ -121,7 +121,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     names = ("launches", "of naive", "GB", "of naive", "host waits", "kept MiB", "peak MiB", "of naive")
     print_row("training step", "mode", *names)
     conditions = environment("cpu")
-    del conditions["hardware"], conditions["threads"]  # which have no part in it
+    del conditions["hardware"], conditions["cpu_capability"], conditions["threads"]  # which have no part in it
     rows: list[dict[str, Any]] = []
     naive: dict[str, Any] = {}
     for cell in settings.cells():

@@ -32,6 +32,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 TORCHVISION = ("densenet121", "densenet161", "densenet169", "densenet201")
 IMAGENET = (*TORCHVISION, "densenet264")
 DEFAULTS = {"densenet_bc": (64, 32), "densenet3d": (2, 80), "imagenet": (16, 224)}  # batch and image size by model
+INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # variables that keep torch from a CPU's newest ones
 
 
 # Models and methods: the library's modes, and what one would use without the library
@@ -264,6 +265,12 @@ def whole(name: str, value: object, least: int = 1) -> int:
     return value
 
 
+def boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
 def writable(name: str, path: object, suffix: str) -> None:
     """Refuse, before any work, a file that could not be written after it."""
     if path is None:
@@ -320,13 +327,16 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def environment(device: str) -> dict[str, Any]:
     """The columns that say where a row comes from."""
+    limits = [f"{name}={os.environ[name]}" for name in INSTRUCTIONS if os.environ.get(name)]
+    capability = torch.backends.cpu.get_cpu_capability()
     return {
         "hardware": torch.cuda.get_device_name(device) if str(device).startswith("cuda") else _cpu_name(),
+        "cpu_capability": f"{capability} ({' '.join(limits)})" if limits else capability,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": _commit(),
-        "command": shlex.join(["python", _relative(sys.argv[0]), *sys.argv[1:]]),
+        "command": shlex.join([*limits, "python", _relative(sys.argv[0]), *sys.argv[1:]]),
     }
 
 
@@ -387,6 +397,7 @@ def size(row: dict[str, Any]) -> str:
 
 
 def print_row(*cells: object) -> None:
-    """A line of a table: two wide columns of text, then numbers."""
+    """A line of a table: two wide columns of text, then numbers; None is an empty cell."""
+    cells = ["" if cell is None else cell for cell in cells]
     print("".join(f"{cell:<{width - 1}} " for cell, width in zip(cells[:2], (42, 16)))
           + "".join(f"{cell:>13}" for cell in cells[2:]), flush=True)  # fmt: skip

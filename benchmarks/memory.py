@@ -18,6 +18,7 @@ from measure import (
     MIB,
     Conditions,
     as_tuple,
+    boolean,
     build,
     environment,
     print_row,
@@ -75,9 +76,7 @@ class Settings(Conditions):
         if blocks != (0,) and not bc:
             raise ValueError(f"blocks={self.blocks!r} goes with densenet_bc only")
         self._set("blocks", tuple(whole("blocks", layers) for layers in blocks if blocks != (0,)))
-        if not isinstance(self.channels_last, bool):
-            raise ValueError(f"channels_last must be True or False, got {self.channels_last!r}")
-        if self.channels_last and self.spatial_dims == 1:
+        if boolean("channels_last", self.channels_last) and self.spatial_dims == 1:
             raise ValueError("channels_last=True needs spatial_dims 2 or 3")
         writable("figure", self.figure, ".png")
         if self.figure and max(len(self.depths), len(self.blocks)) < 2:

@@ -70,20 +70,19 @@ def render(results: str | Path, figure: str) -> str:
         figure: the figure's address as the README writes it.
     """
     memory, speed = rows_of(results, "memory"), rows_of(results, "speed")
-    ratios: dict[tuple, list[float]] = defaultdict(list)  # by step and mode, a ratio per layout
-    for row in speed:
-        if row["ratio"]:
-            ratios[step_of(row), row["mode"]].append(float(row["ratio"]))
-    timed = {step_of(row) for row in speed}
+    times, timed = best_times(speed), set(map(step_of, speed))
     shown = [row for row in memory if step_of(row) in timed]
+    measured = set(map(step_of, shown))
+    processors = list(dict.fromkeys(processor(row) for row in speed if step_of(row) in measured))
     naive = {step_of(row): float(row["peak_mib"]) for row in shown if row["mode"] == "naive" and row["peak_mib"]}
 
     lines = [
-        headline(shown, ratios),
+        headline(shown, times, processors),
         "",
-        "| training step | mode | kept after forward | peak | of naive | time |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
+        "| training step | mode | kept after forward | peak | of naive "
+        + "".join(f"| {f'time, {on}' if on else 'time'} " for on in processors) + "|",
+        "|---|---|--:|--:|--:|" + "--:|" * len(processors),
+    ]  # fmt: skip
     for row in shown:
         step, mode = step_of(row), row["mode"]
         cells = [f"{title(row)}, {size(row)}" if mode == "naive" else "", KNOWN.get(mode, f"`{mode}`")]
@@ -92,22 +91,21 @@ def render(results: str | Path, figure: str) -> str:
             cells += [f"{float(row['kept_mib']):,.0f} MiB", f"{peak:,.0f} MiB", f"{peak / naive[step]:.3f}"]
         else:
             cells += ["", row["status"], ""]
-        best = "1" if mode == "naive" else f"{min(ratios[step, mode]):.2f}" if ratios[step, mode] else ""
-        lines.append(f"| {' | '.join(cells + [best])} |")
+        cells += [ratios(times, step, on, mode) for on in processors]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *time_table([row for row in speed if step_of(row) not in measured], times)]
 
-    used = [row for row in memory + speed if step_of(row) in timed]
     rounds = sorted({int(row["rounds"]) for row in speed})
     counts = " or ".join(map(str, rounds)).replace(" or ", ", ", max(len(rounds) - 2, 0))
     lines += [
-        "",
         wrapped(
             "Peak: the most that is allocated in one step of forward, loss and backward, parameters left out, their "
-            "gradients in. Time: of that step, as a ratio to the plain model in channels-last, every mode in its "
-            f"faster memory layout; median of {counts} rounds, all modes in turn in one run. "
-            "Measured on:"
+            "gradients in. Time: as a ratio to the plain model in channels-last, every mode in its faster memory "
+            f"layout, all modes in turn in one run; median of {counts} rounds / ratio of the fastest steps, which a "
+            "shared machine's slow minutes move less. Measured on:"
         ),
         "",
-        *[f"* {line}" for line in dict.fromkeys(map(conditions, used))],
+        *conditions(shown + speed),
         "",
         f"![Memory of a training step over depth, for every mode]({figure})",
         "",
@@ -117,27 +115,78 @@ def render(results: str | Path, figure: str) -> str:
     return "\n".join(["", *lines, "", "Made by:", "", "```bash", *commands, "python benchmarks/report.py", "```", ""])
 
 
-def headline(shown: list[dict[str, str]], ratios: dict[tuple, list[float]]) -> str:
+def time_table(rows: list[dict[str, str]], times: dict[tuple, dict[str, str]]) -> list[str]:
+    """A table of what was timed and has no row of memory: small steps, inference. Nothing without such rows."""
+    if not rows:
+        return []
+    modes = list(dict.fromkeys(row["mode"] for row in rows if row["mode"] != "naive"))
+    names = [KNOWN.get(mode, f"`{mode}`") for mode in modes]
+    lines = [f"| time | {' | '.join(names)} |", "|---|" + "--:|" * len(modes)]
+    for (step, on), row in {(step_of(row), processor(row)): row for row in rows}.items():
+        work = f"{title(row)}, {size(row)}, {'inference' if inference(row) else 'training step'}"
+        cells = [f"{work}, {on}" if on else work, *(ratios(times, step, on, mode) for mode in modes)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def headline(shown: list[dict[str, str]], times: dict[tuple, dict[str, str]], processors: list[str]) -> str:
     """The first network in a sentence: plain PyTorch against the mode of least memory and the fastest one."""
     first = step_of(shown[0])
     modes = [row for row in shown if step_of(row) == first and row["status"] == "ok" and row["mode"] not in KNOWN]
     naive, *library = sorted(modes, key=lambda row: row["mode"] != "naive")
     least = min(library, key=lambda row: float(row["peak_mib"]))
-    fastest = min(library, key=lambda row: min(ratios[first, row["mode"]]))
+    taken = []
+    for on in processors:
+        timed = [times[key] for row in library if (key := (first, on, row["mode"])) in times]
+        if timed:
+            fastest = min(timed, key=lambda row: float(row["ratio"]))
+            where = f" ({on})" if on and len(processors) > 1 else ""
+            taken.append(f"`{fastest['mode']}` takes **{float(fastest['ratio']):.2f}** of plain PyTorch's time{where}")
     return wrapped(
         f"{title(naive)}, {size(naive)}: a training step peaks at **{float(least['peak_mib']):,.0f} MiB** with "
-        f"`{least['mode']}`, at {float(naive['peak_mib']):,.0f} MiB in plain PyTorch; `{fastest['mode']}` takes "
-        f"**{min(ratios[first, fastest['mode']]):.2f}** of plain PyTorch's time."
+        f"`{least['mode']}`, at {float(naive['peak_mib']):,.0f} MiB in plain PyTorch"
+        f"{''.join(f'; {sentence}' for sentence in taken)}."
     )
 
 
 def step_of(row: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(row[column]) for column in STEP)
+    """What was done: the columns that rows of memory and of time must share to stand in one line."""
+    return (*(str(row[column]) for column in STEP), str(inference(row)))
 
 
-def conditions(row: dict[str, str]) -> str:
-    where = f"{row['hardware']}, {row['threads']} threads" if row["device"] == "cpu" else row["hardware"]
-    return f"{where}, {row['dtype']}, torch {row['torch']}, Python {row['python']}, commit {row['commit']}"
+def inference(row: dict[str, str]) -> bool:
+    return row.get("inference") == "True"
+
+
+def processor(row: dict[str, str]) -> str:
+    """What a row's ratios hold for: a GPU, or the CPU's instruction set; empty where an older row does not say it."""
+    return row.get("cpu_capability") or "" if row["device"] == "cpu" else row["hardware"]
+
+
+def best_times(speed: list[dict[str, str]]) -> dict[tuple, dict[str, str]]:
+    """By step, processor and mode: the row of the faster memory layout."""
+    times: dict[tuple, dict[str, str]] = {}
+    for row in sorted((row for row in speed if row["ratio"]), key=lambda row: float(row["ratio"])):
+        times.setdefault((step_of(row), processor(row), row["mode"]), row)
+    return times
+
+
+def ratios(times: dict[tuple, dict[str, str]], step: tuple, on: str, mode: str) -> str:
+    """A cell of the table: the median ratio / that of the fastest steps; empty where nothing was timed."""
+    row = times.get((step, on, mode), {})
+    if mode == "naive":
+        return "1" if row else ""
+    return " / ".join(f"{float(row[column]):.2f}" for column in ("ratio", "fastest_ratio") if row.get(column))
+
+
+def conditions(rows: list[dict[str, str]]) -> list[str]:
+    """A line of Markdown for every environment, its commits together."""
+    commits: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in rows:
+        where = [processor(row), f"{row['threads']} threads"] if row["device"] == "cpu" else []
+        parts = [row["hardware"], *where, row["dtype"], f"torch {row['torch']}", f"Python {row['python']}"]
+        commits[", ".join(filter(None, parts))][row["commit"]] = None
+    return [f"* {where}, commit{'s' * (len(known) > 1)} {', '.join(known)}" for where, known in commits.items()]
 
 
 def growth(rows: list[dict[str, Any]]) -> str:

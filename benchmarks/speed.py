@@ -1,7 +1,8 @@
-"""Time of a training step, of all methods in turn in one run, against the plain model in channels-last.
+"""Time of a training step or of inference, of all methods in turn in one run, against the plain model in channels-last.
 
 python benchmarks/speed.py
 python benchmarks/speed.py --model densenet121 --rounds 5 --output rows.csv
+python benchmarks/speed.py --inference True
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from measure import (
     Conditions,
     as_tuple,
+    boolean,
     build,
     choose,
     environment,
@@ -31,10 +33,11 @@ from measure import (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Conditions):
-    """Time of one training step (forward, loss, backward), in every mode and both memory layouts.
+    """Time of one training step (forward, loss, backward) or of inference, in every mode and both memory layouts.
 
     All are run in turn, A B A B, in one process, so that a slow moment of the machine meets all of them. The result is
-    the ratio to the plain model in channels-last, its best setting, as the median of the ratios in each round.
+    the ratio to the plain model in channels-last, its best setting: the median of the ratios in each round, and the
+    ratio of the fastest steps, which a shared machine's slow minutes move less.
 
     Args:
         model: densenet_bc (by depth), densenet121, 161, 169, 201, 264, or densenet3d (blocks 6 and 12, growth rate 32,
@@ -49,12 +52,14 @@ class Settings(Conditions):
         spatial_dims: 1, 2 or 3, DenseNet-BC on sequences, images or volumes. Default: 2.
         dtype: float32, float64, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
+        inference: Time the forward pass alone, in evaluation mode and without gradients.
         layouts: Memory layouts, contiguous and channels_last, separated by commas. Default: both (1-D: contiguous).
         rounds: Timed steps of each.
         output: Write the rows to this CSV file.
     """
 
     depth: int | None = None
+    inference: bool = False
     layouts: tuple[str, ...] | None = None
     rounds: int = 5
 
@@ -68,6 +73,7 @@ class Settings(Conditions):
         for layout in layouts:
             choose("layouts", layout, possible)
         self._set("layouts", layouts)
+        boolean("inference", self.inference)
         whole("rounds", self.rounds)
         self.cells()  # names a depth or an image size that cannot be
 
@@ -77,19 +83,28 @@ class Settings(Conditions):
         wanted = [(mode, layout == "channels_last") for mode in self.modes for layout in self.layouts]
         reference = ("naive", self.spatial_dims > 1)
         contenders = [reference, *(contender for contender in wanted if contender != reference)]
-        return [self.cell(mode, **depth, channels_last=channels_last) for mode, channels_last in contenders]
+        columns = {**depth, "inference": self.inference}
+        return [self.cell(mode, **columns, channels_last=channels_last) for mode, channels_last in contenders]
 
 
 def timed_step(cell: dict[str, Any]) -> Callable[[], float] | None:
-    """A function that runs one training step of the cell and returns its milliseconds, warm; None: it does not fit."""
+    """A function that runs one step of the cell, warm, and returns its milliseconds; None: it does not fit.
+
+    A step is forward, loss and backward, or in ``inference`` the forward pass in evaluation mode without gradients.
+    """
     model, x, loss = build(cell)
+    training = not cell["inference"]
+    model.train(training)
     synchronize = torch.cuda.synchronize if x.is_cuda else lambda: None
 
     def step() -> float:
         model.zero_grad(set_to_none=True)
         synchronize()
         start = time.perf_counter()
-        loss(model(x)).backward()
+        with torch.set_grad_enabled(training):
+            output = model(x)
+        if training:
+            loss(output).backward()
         synchronize()
         return 1000 * (time.perf_counter() - start)
 
@@ -100,6 +115,19 @@ def timed_step(cell: dict[str, Any]) -> Callable[[], float] | None:
             raise
         return None
     return step
+
+
+def summary(taken: list[float], reference: list[float]) -> dict[str, float | None]:
+    """The columns of a contender's steps, in milliseconds, against those of the reference in the same rounds."""
+    columns = dict.fromkeys(("step_ms", "spread_ms", "fastest_ms", "ratio", "fastest_ratio"))
+    if taken:
+        columns["step_ms"] = round(statistics.median(taken), 2)
+        columns["spread_ms"] = round(max(taken) - min(taken), 2)
+        columns["fastest_ms"] = round(min(taken), 2)
+    if taken and reference:
+        columns["ratio"] = round(statistics.median(t / r for t, r in zip(taken, reference)), 4)
+        columns["fastest_ratio"] = round(min(taken) / min(reference), 4)
+    return columns
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
@@ -114,20 +142,16 @@ def run(settings: Settings) -> list[dict[str, Any]]:
                 taken.append(step())
 
     first = cells[0]
-    print(f"{title(first)}, {size(first)}, {first['dtype']}, {conditions['hardware']}, {conditions['threads']} threads")
-    print_row("mode", "layout", "step ms", "spread ms", "ratio")
+    work = f"{title(first)}, {size(first)}, {'inference' if settings.inference else 'training step'}, {first['dtype']}"
+    print(f"{work}, {conditions['hardware']}, {conditions['cpu_capability']}, {conditions['threads']} threads")
+    print_row("mode", "layout", "step ms", "spread ms", "fastest ms", "ratio", "of fastest")
     rows = []
     for cell, taken in zip(cells, times):
-        row = {**cell, "rounds": settings.rounds, "step_ms": None, "spread_ms": None, "ratio": None}
+        numbers = summary(taken, times[0])
+        status = "ok" if taken else "out of memory"
         layout = "channels-last" if cell["channels_last"] else "contiguous"
-        if taken:
-            row["step_ms"] = round(statistics.median(taken), 2)
-            row["spread_ms"] = round(max(taken) - min(taken), 2)
-            row["ratio"] = round(statistics.median(t / r for t, r in zip(taken, times[0])), 4) if times[0] else None
-        row["status"] = "ok" if taken else "out of memory"
-        numbers = [row["step_ms"], row["spread_ms"], row["ratio"]]
-        print_row(cell["mode"], layout, *(numbers if taken else [row["status"]]))
-        rows.append(row | conditions)
+        print_row(cell["mode"], layout, *(numbers.values() if taken else [status]))
+        rows.append({**cell, "rounds": settings.rounds, **numbers, "status": status, **conditions})
     if settings.output:
         write_rows(settings.output, rows)
     return rows

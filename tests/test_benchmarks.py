@@ -89,12 +89,60 @@ def test_the_counts_need_no_gpu(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
+def test_times_become_a_median_and_a_fastest_ratio():
+    """The median is over the rounds' ratios, the fastest steps are of any round.
+
+    Kills: the ratio of the medians (0.6), the least of the rounds' ratios (0.25), the first step as the fastest.
+    """
+    assert speed.summary([22.0, 10.0, 12.0], [20.0, 40.0, 5.0]) == {
+        "step_ms": 12.0, "spread_ms": 12.0, "fastest_ms": 10.0, "ratio": 1.1, "fastest_ratio": 2.0,
+    }  # fmt: skip
+    assert set(speed.summary([], [1.0]).values()) == {None}
+    without_reference = speed.summary([3.0, 1.0], [])
+    assert without_reference["fastest_ms"] == 1.0 and without_reference["fastest_ratio"] is None
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_inference_is_the_forward_pass_in_evaluation(inference, monkeypatch, tmp_path):
+    """Kills: inference with gradients or in training mode; a training step in evaluation mode."""
+    build, models, outputs = speed.build, [], []
+
+    def watched(cell):
+        model, x, loss = build(cell)
+        models.append(model)
+        model.register_forward_hook(lambda module, inputs, output: outputs.append((module.training, output)))
+        return model, x, loss
+
+    monkeypatch.setattr(speed, "build", watched)
+    arguments = f"--depth 10 --batch_size 2 --image_size 8 --rounds 1 --inference {inference} --output {tmp_path}/s.csv"
+    speed.main(arguments.split())
+    assert {row["inference"] for row in read(tmp_path / "s.csv")} == {str(inference)}
+    assert len(outputs) == 2 * len(models) > 0  # one warms up
+    assert all(training is not inference for training, _ in outputs)
+    assert all(output.requires_grad is not inference for _, output in outputs)
+    assert all((p.grad is None) is inference for model in models for p in model.parameters())
+
+
+def test_a_row_names_the_instruction_set(monkeypatch):
+    """Kills: a row that hides what the environment took from the processor, and a command that does not do it again."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    for name in measure.INSTRUCTIONS:
+        monkeypatch.delenv(name, raising=False)
+    found = measure.environment("cpu")
+    assert found["cpu_capability"] == capability and found["command"].startswith("python ")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    found = measure.environment("cpu")
+    assert found["cpu_capability"] == f"{capability} (ONEDNN_MAX_CPU_ISA=AVX2)"
+    assert found["command"].startswith("ONEDNN_MAX_CPU_ISA=AVX2 python ")
+
+
 ROW = {
     "model": "densenet_bc", "depth": 100, "layers": 48, "growth_rate": 12, "batch_size": 64, "image_size": 32,
     "spatial_dims": 2, "dtype": "float32", "device": "cpu", "channels_last": False, "mode": "naive",
 }  # fmt: skip
 CONDITIONS = {
-    "hardware": "an abacus", "threads": 2, "torch": "2.9", "python": "3.12", "commit": "abc", "command": "python m",
+    "hardware": "an abacus", "cpu_capability": "BEADS", "threads": 2, "torch": "2.9", "python": "3.12",
+    "commit": "abc", "command": "python m",
 }  # fmt: skip
 
 
@@ -112,17 +160,24 @@ def results(tmp_path):
         *[{**ROW, **block, "layers": n, "kept_mib": n * n, "peak_mib": 2 * n * n, **ok} for n in (8, 16)],
         *[{**ROW, **block, "mode": "checkpoint", "layers": n, "kept_mib": n, "peak_mib": n, **ok} for n in (8, 16)],
     ]
-    timed = {"rounds": 5, "step_ms": 1000, "spread_ms": 20, **ok}
+    timed = {"rounds": 5, "step_ms": 1000, "spread_ms": 20, "inference": False, "fastest_ratio": 1.0, **ok}
     speed_rows = [
         {**ROW, "channels_last": True, "ratio": 1.0, **timed},
         {**ROW, "channels_last": False, "ratio": 1.25, **timed},
         {**ROW, "mode": "checkpoint", "channels_last": True, "ratio": 1.5, **timed},
-        {**ROW, "mode": "checkpoint", "channels_last": False, "ratio": 1.375, **timed},
+        {**ROW, "mode": "checkpoint", "channels_last": False, "ratio": 1.375, **timed, "fastest_ratio": 1.253},
+    ]
+    alone = {**timed, "rounds": 9, "commit": "def"}
+    alone_rows = [
+        {**ROW, "mode": mode, "ratio": ratio, **alone, "fastest_ratio": 0.5, **what}
+        for what in ({"batch_size": 2}, {"inference": True})
+        for mode, ratio in (("naive", 1.0), ("checkpoint", 0.75))
     ]
     folder = tmp_path / "results"
     folder.mkdir()
     measure.write_rows(str(folder / "memory.csv"), memory_rows)
     measure.write_rows(str(folder / "speed.csv"), speed_rows)
+    measure.write_rows(str(folder / "speed_alone.csv"), alone_rows)
     (tmp_path / "README.md").write_text(f"# Title\n{report.BEGIN}\nold\n{report.END}\nend\n")
     return folder
 
@@ -138,17 +193,44 @@ def test_the_report_is_made_from_the_rows(results):
         "DenseNet-BC(100,12), batch 64, 32x32: a training step peaks at **700 MiB** with `checkpoint`, at 2,100 MiB in "
         "plain PyTorch; `checkpoint` takes **1.38** of plain PyTorch's time." in text.replace("\n", " ")
     )
-    assert [line for line in text.splitlines() if line.startswith("|")][2:] == [
+    assert [line for line in text.splitlines() if line.startswith("|")] == [
+        "| training step | mode | kept after forward | peak | of naive | time, BEADS |",
+        "|---|---|--:|--:|--:|--:|",
         "| DenseNet-BC(100,12), batch 64, 32x32 | `naive` | 2,000 MiB | 2,100 MiB | 1.000 | 1 |",
-        "|  | `checkpoint` | 600 MiB | 700 MiB | 0.333 | 1.38 |",
+        "|  | `checkpoint` | 600 MiB | 700 MiB | 0.333 | 1.38 / 1.25 |",
         "|  | `fused` |  | out of memory |  |  |",
+        "| time | `checkpoint` |",
+        "|---|--:|",
+        "| DenseNet-BC(100,12), batch 2, 32x32, training step, BEADS | 0.75 / 0.50 |",
+        "| DenseNet-BC(100,12), batch 64, 32x32, inference, BEADS | 0.75 / 0.50 |",
     ]  # depth 40 was not timed; of two layouts the faster one is shown
     assert "16 layers against 8: `naive` x 4.00; `checkpoint` x 2.00." in text
-    assert "an abacus, 2 threads, float32, torch 2.9, Python 3.12, commit abc" in text
+    measured_on = [line for line in text.splitlines() if line.startswith("*")]
+    assert measured_on == ["* an abacus, BEADS, 2 threads, float32, torch 2.9, Python 3.12, commits abc, def"]
+    assert "median of 5 or 9 rounds" in text.replace("\n", " ")
     assert "(results/memory.png)" in text
     assert (results / "memory.png").read_bytes().startswith(b"\x89PNG")
     report.main(arguments)
     assert readme.read_text() == text
+
+
+def test_instruction_sets_have_columns_of_their_own(results):
+    """And rows that do not name one are not given one. Kills: ratios of two processors mixed; an invented name."""
+    rows = read(results / "speed.csv")
+    other = [row | {"ratio": "2.5", "fastest_ratio": "2.25", "cpu_capability": "COGS"} for row in rows]
+    unnamed = ("cpu_capability", "fastest_ratio", "inference")
+    older = [{column: row[column] for column in row if column not in unnamed} for row in rows]
+    measure.write_rows(str(results / "speed.csv"), rows + other)
+    measure.write_rows(str(results / "speed_older.csv"), older)
+    text = report.render(results, "memory.png")
+    header, _, naive, checkpoint = [line for line in text.splitlines() if line.startswith("|")][:4]
+    assert header.endswith("| of naive | time, BEADS | time, COGS | time |")
+    assert naive.endswith("| 1.000 | 1 | 1 | 1 |")
+    assert checkpoint.endswith("| 0.333 | 1.38 / 1.25 | 2.50 / 2.25 | 1.38 |")
+    headline = text.partition("|")[0].replace("\n", " ")
+    assert "time (BEADS); `checkpoint` takes **2.50** of plain PyTorch's time (COGS); `checkpoint` takes" in headline
+    assert headline.rstrip().endswith("**1.38** of plain PyTorch's time.")
+    assert "* an abacus, 2 threads, float32, torch 2.9, Python 3.12, commit abc\n" in text
 
 
 def test_the_readme_shows_the_rows_that_are_committed():
@@ -186,6 +268,7 @@ def test_the_readme_shows_the_rows_that_are_committed():
         ("speed", "--round 3", "--round"),
         ("speed", "--rounds 0", "rounds"),
         ("speed", "--layouts sideways", "sideways"),
+        ("speed", "--inference maybe", "maybe"),
         ("speed", "--model densenet121 --depth 121", "depth"),
         ("speed", "--depth 11", "11"),
         ("cuda_counts", "--dtype bfloat16", "float32, bf16, fp16"),
@@ -259,21 +342,24 @@ def test_every_cell_has_a_fresh_process():
     assert [measure.run_in_fresh_process(remember, {}) for _ in range(2)] == [{"first": True, "status": "ok"}] * 2
 
 
-def test_out_of_memory_is_a_row_of_the_speed_benchmark(monkeypatch, capsys):
+@pytest.mark.parametrize("mode", ["checkpoint", "naive"])
+def test_out_of_memory_is_a_row_of_the_speed_benchmark(mode, monkeypatch, capsys):
+    """Of a mode, and of the plain model, without which there are times and no ratios."""
     build = speed.build
 
     def failing(cell):
         model, x, loss = build(cell)
-        return (model, x, loss if cell["mode"] == "naive" else lambda output: torch.empty(2**60))
+        return (model, x, loss if cell["mode"] != mode else lambda output: torch.empty(2**60))
 
     monkeypatch.setattr(speed, "build", failing)
     settings = speed.Settings(
         modes="checkpoint", depth=10, batch_size=2, image_size=8, layouts="contiguous", rounds=1
     )
     rows = speed.run(settings)
-    assert [(row["mode"], row["status"], row["ratio"]) for row in rows] == [
-        ("naive", "ok", 1.0), ("checkpoint", "out of memory", None),
-    ]  # fmt: skip
+    assert [(row["mode"], row["status"], row["ratio"], row["fastest_ratio"]) for row in rows] == {
+        "checkpoint": [("naive", "ok", 1.0, 1.0), ("checkpoint", "out of memory", None, None)],
+        "naive": [("naive", "out of memory", None, None), ("checkpoint", "ok", None, None)],
+    }[mode]
 
 
 # Baselines

@@ -27,7 +27,7 @@ COMMANDS = [
     for language, block in BLOCKS
     if language == "bash"
     for line in block.splitlines()
-    for command in line.split("&&")
+    for command in re.sub(r"^(\w+=\S+ )+", "", line).split("&&")
 ]
 UNDERSTOOD = {  # reads the flags and does nothing
     "demo.py": parse_flags,
