@@ -5,7 +5,7 @@ One GPU, or the CPU:
 
     python demo.py --efficient True --batch_size 128 --n_epochs 1
     python demo.py --dataset cifar10 --depth 190 --growth_rate 40
-    python demo.py --dataset imagefolder --data /data/imagenet --image_size 224 --model densenet121 --n_epochs 90
+    python demo.py --data /data/imagenet --image_size 224 --model densenet121 --n_epochs 90
 
 Several GPUs of one machine, one process each (or as many CPU processes; without torchrun: DataParallel, slower):
 
@@ -20,8 +20,8 @@ On from where a run stopped (torchrun with --max-restarts does it by itself), an
     python demo.py --resume results/RUN
     python demo.py --evaluate results/RUN
 
-Batch size and learning rate are per GPU. Without --dataset: CIFAR-10 where it can be had, else scikit-learn's digits.
-``python demo.py --help`` lists all flags. A run leaves results.csv, model.dat, config.json, checkpoint.pt and
+Batch size and learning rate are per GPU. --data FOLDER is taken for what it holds; without it: CIFAR-10 where it can be
+had, else scikit-learn's digits. ``python demo.py --help`` lists all flags. A run leaves results.csv, model.dat, config.json, checkpoint.pt and
 curves.png in its folder, prints a line per epoch, and ends with the test error of model.dat. Ctrl-C and SIGTERM end it
 after the step, with a checkpoint. A mistake in the flags is one line on standard error and exit code 2, before anything
 is done.
@@ -29,6 +29,7 @@ is done.
 
 import contextlib
 import dataclasses
+import math
 import sys
 
 try:
@@ -76,8 +77,10 @@ def find_images(config, world, say):
         raise UsageError(
             f"--image_size: images of {size} pixels are too small, this model takes {model.min_size} and more"
         )
-    say(f"data: {facts['name']}" + (f" (CIFAR-10: {facts['note']})" if facts["note"] else ""))
+    say(f"data: {images.source}" + (f" (CIFAR-10: {facts['note']})" if facts["note"] else ""))
     say("{train_images:,} training, {valid_images:,} validation, {test_images:,} test images".format(**facts))
+    for remark in images.remarks:
+        say(remark)
     return images, engine.least_batch(model, facts["image_size"])
 
 
@@ -198,9 +201,16 @@ def train(config, world, say):
 
         world.together((world.is_main, lambda: results.load_model(kept)))
         world.broadcast(kept)
-        _, test_error = engine.evaluate(world.spread(kept), test_batches, config, world)
+        test_loss, test_error = engine.evaluate(world.spread(kept), test_batches, config, world)
         world.together((world.is_main, lambda: results.finish(state.rows, test_error)))
-    say(f"test error: {test_error:.4f}")
+    say_test_error(test_loss, test_error, say)
+
+
+def say_test_error(loss, error, say):
+    """The last line of a run, and before it what makes it worthless."""
+    if not math.isfinite(loss):
+        say("the loss of the test images is not finite: the model's outputs are too large, and its error means little")
+    say(f"test error: {error:.4f}")
 
 
 def evaluate(config, world, say):
@@ -212,8 +222,8 @@ def evaluate(config, world, say):
     world.together((True, lambda: checkpoint.load_weights(model, config.evaluate)))
     batches = data.batches(images.test, data.EvalSampler(len(images.test), world), config, world)
     with data.closing(batches):
-        _, error = engine.evaluate(world.spread(model), batches, config, world)
-    say(f"test error: {error:.4f}")
+        loss, error = engine.evaluate(world.spread(model), batches, config, world)
+    say_test_error(loss, error, say)
 
 
 def main():
@@ -222,6 +232,7 @@ def main():
     Returns:
         The exit code.
     """
+    log.open_console()
     try:
         config = checkpoint.recall(*parse_flags(sys.argv[1:]))
         with torch.device("meta"):  # the library's checks of the flags, without its work
@@ -233,7 +244,7 @@ def main():
         return 0
     except KeyboardInterrupt:
         return 130
-    except (UsageError, RuntimeError, ConnectionError, distributed.Stopped) as error:
+    except Exception as error:
         told = error if hasattr(error, "exit_code") else data.explained(error)
         if told is None:
             raise

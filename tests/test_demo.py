@@ -2,9 +2,11 @@
 
 import csv
 import importlib.util
+import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from ranks import on_ranks
 
 import efficient_densenet
@@ -125,8 +128,8 @@ def test_results_are_kept_unless_they_may_go(run):
     "flags, words",
     [
         ("--effcient True", "unknown flag --effcient, did you mean --efficient?"),
-        ("--efficient false", "--efficient must be True, False or one of"),
-        ("--efficient fussed", "got 'fussed'"),
+        ("--efficient fussed", "--efficient fussed: expected True or False or naive or checkpoint"),
+        ("--save ~nobody-of-this-name", "--save ~nobody-of-this-name: there is no home folder ~nobody-of-this-name"),
         ("--depth 25", "--depth must be 6 n + 4"),
         ("--depth 25", "22 and 28"),
         ("--compression 0.001 --growth_rate 2", "--compression"),
@@ -173,14 +176,18 @@ def test_a_mistake_that_the_data_show(run, flags, words):
     assert os.listdir() == []
 
 
-def test_images_that_cannot_be_used_are_named(run):
-    from PIL import Image
-
-    for part in ("train", "test"):
-        for name in "ab":
-            os.makedirs(f"images/{part}/{name}")
+def image_folder(folder, bits=8, parts=("train", "test"), classes="ab"):
+    """Class folders of four images of noise each, of 8 or of 12 bits."""
+    for part in parts:
+        for name in classes:
+            os.makedirs(f"{folder}/{part}/{name}")
             for i in range(4):
-                Image.effect_noise((32, 32), 50).save(f"images/{part}/{name}/{i}.png")
+                noise = torch.randint(2**bits, (32, 32)).numpy().astype("uint8" if bits == 8 else "uint16")
+                Image.fromarray(noise).save(f"{folder}/{part}/{name}/{i}.png")
+
+
+def test_images_that_cannot_be_used_are_named(run):
+    image_folder("images")
     odd = Path("images/train/b/2.png")
     whole = odd.read_bytes()
     flags = [*SMALL, "--dataset", "imagefolder", "--data", "images", "--n_epochs", 1, "--save", "out"]
@@ -190,14 +197,74 @@ def test_images_that_cannot_be_used_are_named(run):
         assert code == expected and err.count("\n") == 1
         return err.removeprefix("demo.py: error: ")
 
-    odd.write_bytes(whole[: len(whole) // 2])  # its header is right
+    for content in (whole[: len(whole) // 2], b"no image", b""):
+        odd.write_bytes(content)
+        for more in ([], ["--image_size", 16]):
+            assert error(2, *more).startswith("--data: cannot read the image images/train/b/2.png: ")
+    assert not os.path.exists("out")
+    odd.write_bytes(whole[:200] + bytes(99) + whole[299:])  # its header is right, and its end
     assert error(1, "--num_workers", 1).startswith("cannot read the image images/train/b/2.png: ")
-    odd.write_bytes(b"no image")
-    assert error(2, "--overwrite", "True").startswith("--data: cannot read the image images/train/b/2.png: ")
     Image.new("RGB", (32, 31)).save(odd)
     words = "--image_size: the image images/train/b/2.png has 32x31 pixels, the first image has 32x32; --image_size N"
     assert error(2, "--save", "other").startswith(words) and not os.path.exists("other")
     assert run(*flags, "--save", "other", "--image_size", 32)[0] == 0
+
+
+def test_a_folder_is_said_to_be_what_it_was_taken_for(run):
+    """Kills: CIFAR-10 asked for where a folder of images was given; val/ called test/; another one when tested."""
+    image_folder("mine", parts=("train", "val"))
+    flags = [*SMALL[2:], "--n_epochs", 1, "--max_steps", 1, "--save", "out"]
+    code, out, err = run(*flags, "--data", "mine")
+    said = "data: imagefolder in mine (class folders under train/ and val/)"
+    assert (code, err) == (0, "") and out.splitlines()[0] == said
+    assert json.loads(Path("out/config.json").read_text())["dataset"] == "imagefolder"
+    assert run("--resume", "out")[1].splitlines()[0] == run("--evaluate", "out")[1].splitlines()[0] == said
+    image_folder("other")
+    for path in ("out", "out/model.dat"):
+        assert run("--evaluate", path, "--data", "other")[1].startswith("data: imagefolder in other (")
+    code, _, err = run("--resume", "out", "--data", "other")
+    assert code == 2 and "--data other: the run in out has mine, and it goes on as it was" in err
+
+
+def test_a_test_is_on_the_data_that_it_is_given(run, uninterrupted):
+    """A model of digits, tested on a folder of images. Kills: the run's data set, whatever --data holds."""
+    image_folder("other", classes="0123456789")
+    code, out, err = run("--evaluate", uninterrupted, "--data", "other")
+    assert (code, err) == (0, "") and out.startswith("data: imagefolder in other (")
+    os.mkdir("empty")
+    assert run("--evaluate", uninterrupted, "--data", "empty")[1].startswith("data: digits\n")
+
+
+def test_the_value_of_white_is_kept(run):
+    image_folder("deep", bits=12)
+    flags = [*SMALL[2:], "--data", "deep", "--n_epochs", 1, "--max_steps", 1]
+    out = run(*flags, "--save", "wide")[1]
+    assert re.search("\nimages of more than 8 bits: values up to 4,0.., white is 65,535: .*--image_max 4095 uses", out)
+    assert run(*flags, "--image_max", 4095, "--save", "out")[0] == 0
+    assert json.loads(Path("out/config.json").read_text())["image_max"] == 4095
+    for flag in ("--resume", "--evaluate"):
+        assert re.search("\nimages of more than 8 bits: values up to 4,0.., white is 4,095\n", run(flag, "out")[1])
+    code, _, err = run("--resume", "out", "--image_max", 1000)
+    assert code == 2 and "--image_max 1000.0: the run in out has 4095.0" in err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_console_shows_what_it_has_no_characters_for(run, monkeypatch, encoding):
+    """Kills: an error of encoding after config.json was written, or in the line that explains another error."""
+    image_folder("bilder/狗é", classes=["猫", os.fsdecode(b"\xff")])
+    stdout, stderr = (io.TextIOWrapper(io.BytesIO(), encoding, "strict") for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    flags = [*SMALL[2:], "--data", "bilder/狗é", "--n_epochs", 2, "--max_steps", 1, "--progress", "True"]
+    assert run(*flags, "--save", "结果")[0] == run("--resume", "结果")[0] == run("--evaluate", "结果")[0] == 0
+    (Path("bilder/狗é/test") / os.fsdecode(b"\xff") / "0.png").write_bytes(b"")
+    assert run("--evaluate", "结果")[0] == run("--深")[0] == 2
+    for stream in (stdout, stderr):
+        stream.flush()
+    said = stdout.buffer.getvalue().decode(encoding)
+    assert said.count("results: \\u7ed3\\u679c\n") == 2 and "bilder/\\u72d7" in said
+    assert "/test/\\udcff/0.png: it is empty" in stderr.buffer.getvalue().decode(encoding)
+    assert json.loads(Path("结果/config.json").read_bytes().decode())["images"]["classes"][0] == "猫"
 
 
 def test_efficient_modes_come_from_the_library(run):
@@ -568,6 +635,73 @@ def test_a_worker_that_is_killed_is_said(run, monkeypatch):
     monkeypatch.setattr(data.Images, "__getitem__", dies)
     code, _, err = run(*SMALL, "--num_workers", 1, "--valid_size", 0, "--n_epochs", 1, "--save", "out")
     assert code == 1 and err.count("\n") == 1 and "a process that loads images has died" in err
+
+
+@pytest.mark.parametrize(
+    "cause, words",
+    [
+        (OSError(24, "Too many open files"), "[Errno 24] Too many open files (a larger ulimit -n or fewer --num_"),
+        (RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"),
+         "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28) (more shared"),
+        (MemoryError(), "MemoryError (fewer --num_workers"),
+    ],
+)  # fmt: skip
+def test_what_a_worker_died_of_is_said(run, monkeypatch, cause, words):
+    """Kills: a guess about memory in place of the cause."""
+
+    def fails(self, key):
+        raise cause
+
+    monkeypatch.setattr(data._Arrays, "__getitem__", fails)
+    monkeypatch.setattr(data, "_look", lambda *_: ((32, 32), None))
+    code, _, err = run(*SMALL, "--num_workers", 1, "--n_epochs", 1, "--save", "out")
+    assert code == 1 and err.count("\n") == 1
+    assert err.startswith("demo.py: error: a process that loads images has died: ") and words in err
+
+
+def _with_open_files(soft, hard, *flags):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return _start(*flags)
+
+
+def test_too_few_open_files_are_said_before_any_work(tmp_path, capfd):
+    """Kills: workers that cannot be talked to, about which torch says much, or nothing for ever."""
+    flags = [*SMALL, "--num_workers", 9, "--n_epochs", 1, "--max_steps", 1, "--save", tmp_path / "out"]
+    used = len(os.listdir("/dev/fd"))
+    assert forked(_with_open_files, used + 50, used + 50, *flags) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert re.search(rf"--num_workers 9: takes about \d+ open files, the limit is {used + 50}; a larger ulimit -n", err)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert forked(_with_open_files, used + 20, hard, *flags, "--num_workers", 2) == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["features.norm5.running_var", "classifier.weight"])
+def test_weights_that_are_not_finite_are_not_tested(run, uninterrupted, monkeypatch, name):
+    state = weights(uninterrupted)
+    state[name].view(-1)[1] = float("nan")
+    state["features.norm5.bias"][0] = float("inf")
+    torch.save(state, "broken.pt")
+    code, out, err = run(*SMALL, "--evaluate", "broken.pt")
+    first = min(name, "features.norm5.bias", key=list(state).index)
+    said = f"values that are not finite in {first} and 1 more of its {len(state)} tensors"
+    assert (code, out) == (2, "") and err.startswith(f"demo.py: error: --evaluate broken.pt: {said}, so that a test")
+
+    shutil.copytree(uninterrupted, "out")
+    os.replace("broken.pt", "out/model.dat")
+    code, out, err = run("--resume", "out")
+    assert code == 1 and "test error" not in out and err == f"demo.py: error: out/model.dat cannot be tested: {said}\n"
+
+
+def test_outputs_that_are_not_finite_are_said(run, uninterrupted):
+    """Finite weights, too large for the sums. Kills: a test error that is chance, without a word."""
+    state = weights(uninterrupted)
+    state["classifier.weight"].fill_(1e38)
+    state["features.norm5.weight"].fill_(1e38)
+    torch.save(state, "large.pt")
+    code, out, _ = run(*SMALL, "--evaluate", "large.pt")
+    assert code == 0 and "not finite" in out.splitlines()[-2] and out.splitlines()[-1].startswith("test error: ")
 
 
 # Several processes

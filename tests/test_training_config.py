@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from efficient_densenet.training.config import Config, UsageError, bytes_of, parse_flags
+from efficient_densenet.training.config import FASHION_FILES, Config, UsageError, bytes_of, dataset_in, parse_flags
 
 
 def test_no_flags_give_the_papers_recipe():
@@ -37,6 +37,25 @@ def test_no_flags_give_the_papers_recipe():
         (["--batch_size", "auto"], "batch_size", "auto"),
         (["--memory_budget", "8GiB"], "memory_budget", "8GiB"),
         (["--memory_budget=1000000"], "memory_budget", "1000000"),
+        (["--efficient", "false"], "efficient", False),
+        (["--efficient=TRUE"], "efficient", True),
+        (["--efficient", "Lean"], "efficient", "lean"),
+        (["--amp", "BF16"], "amp", "bf16"),
+        (["--dataset", "CIFAR10"], "dataset", "cifar10"),
+        (["--model", "DenseNet121"], "model", "densenet121"),
+        (["--model", "NONE"], "model", None),
+        (["--schedule", "Cosine"], "schedule", "cosine"),
+        (["--lr_scaling", "None"], "lr_scaling", "none"),
+        (["--parallel", "None"], "parallel", "none"),
+        (["--device", "CUDA:1"], "device", "cuda:1"),
+        (["--batch_size", "AUTO"], "batch_size", "auto"),
+        (["--memory_budget", "8gib"], "memory_budget", "8GiB"),
+        (["--overwrite", "true"], "overwrite", True),
+        (["--progress", "none"], "progress", None),
+        (["--resume", "true"], "resume", True),
+        (["--seed", "none"], "seed", None),
+        (["--save", "Results"], "save", "Results"),
+        (["--image_max", "4095"], "image_max", 4095.0),
     ],
 )
 def test_values_arrive_as_typed(flags, name, value):
@@ -53,7 +72,7 @@ def test_values_arrive_as_typed(flags, name, value):
         (["--depth", "deep"], "--depth deep: expected a whole number"),
         (["--depth"], "--depth True: expected a whole number"),
         (["--depth=40.5"], "--depth 40.5: expected a whole number"),
-        (["--overwrite", "true"], "--overwrite true: expected True or False"),
+        (["--overwrite", "treu"], "--overwrite treu: expected True or False"),
         (["--amp"], "--amp needs a value"),
         (["--amp", "fp8"], "--amp fp8: expected one of off, bf16, fp16"),
         (["--ema_decay", "1"], "--ema_decay 1.0: must be at least 0 and below 1"),
@@ -77,13 +96,17 @@ def test_values_arrive_as_typed(flags, name, value):
         (["--tensorboard", "yes"], "--tensorboard yes: expected True or False"),
         (["--progress", "1"], "--progress 1: expected True or False or None"),
         (["--max_steps", "0"], "--max_steps 0: must be at least 1"),
-        (["--seed", "1e3"], "--seed 1000.0: expected a whole number or None"),
+        (["--seed", "1e3"], "--seed 1e3: expected a whole number or None"),
         (["--n_epochs", "3", "--warmup_epochs", "4"], "--warmup_epochs 4: the run has 3 epochs"),
         (["--data", "--save=x"], "--data needs a value"),
         (["train"], "unexpected argument 'train'"),
         (["depth"], "unexpected argument 'depth'"),
         (["--", "--typo"], "unexpected argument '--'"),
         (["--d=1"], "ambiguous"),
+        (["--efficient", "fussed"], "--efficient fussed: expected True or False or naive or checkpoint or fused"),
+        (["--device", "tpu"], "--device tpu: expected one of auto, cpu, cuda, cuda:N"),
+        (["--image_max", "0"], "--image_max 0.0: must be above 0"),
+        (["--save", "~nobody-of-this-name/out"], "--save ~nobody-of-this-name/out: there is no home folder"),
     ],
 )
 def test_mistakes_are_named_in_one_line(flags, words, capsys):
@@ -93,10 +116,53 @@ def test_mistakes_are_named_in_one_line(flags, words, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_settings_in_python_are_words_in_any_case_too():
+    """Kills: capitals that the command line alone understands, and config.json in them."""
+    assert Config(amp="BF16", efficient="FALSE") == Config(amp="bf16", efficient=False)
+
+
+def test_a_path_may_begin_at_home(monkeypatch, tmp_path):
+    """Kills: a folder of the name ``~``; a path flag that was forgotten."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = [field.name for field in dataclasses.fields(Config) if field.metadata["path"]]
+    assert paths == ["data", "save", "resume", "evaluate"]
+    for name in paths:
+        assert getattr(parse_flags([f"--{name}=~/a folder"])[0], name) == f"{tmp_path}/a folder"
+        assert getattr(parse_flags([f"--{name}", "a~"])[0], name) == "a~"
+
+
 def test_a_named_folder_is_not_exchanged_for_digits():
     assert parse_flags([])[0].dataset == "auto"
     assert parse_flags(["--data", "there"])[0].dataset == "cifar10"
     assert parse_flags(["--data", "there", "--dataset", "svhn"])[0].dataset == "svhn"
+
+
+@pytest.mark.parametrize(
+    "files, name",
+    [
+        (["train/a/0.png", "test/a/0.png"], "imagefolder"),
+        (["train/a/0.png", "val/a/0.png"], "imagefolder"),
+        (["train/a/0.png"], "imagefolder"),  # which says that it needs a test/
+        (["train/a/0.png", "test/a/0.png", "cifar-10-python.tar.gz"], "cifar10"),
+        (["cifar-100-python/train"], "cifar100"),
+        (["train_32x32.mat", "test_32x32.mat"], "svhn"),
+        ([f"{name}-ubyte.gz" for name in FASHION_FILES], "fashion_mnist"),
+        ([f"{name}-ubyte.gz" for name in FASHION_FILES[:3]], "cifar10"),  # to be downloaded
+        (["FashionMNIST/raw/train-images-idx3-ubyte"], "fashion_mnist"),
+        (["cats/0.PNG", "dogs/0.PNG"], "imagefolder"),  # which says that it needs a train/
+        (["train", "test", "meta"], "cifar10"),  # no folders: the inside of another data set
+        (["notes/today.txt", "0.png"], "cifar10"),
+    ],
+)
+def test_a_folder_is_taken_for_what_it_holds(tmp_path, files, name):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    for flags in ([], ["--dataset", "Auto"]):
+        config, given = parse_flags(["--data", str(tmp_path), *flags])
+        assert config.dataset == name and given == {"data", *(["dataset"] if flags else [])}
+    assert dataset_in(str(tmp_path), name) == name
+    assert parse_flags(["--data", str(tmp_path), "--dataset", "svhn"])[0].dataset == "svhn"
 
 
 @pytest.mark.parametrize(

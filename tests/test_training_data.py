@@ -169,7 +169,7 @@ def test_image_size_resizes(folders, image_size, shape):
         (lambda folder: (folder / "test").rename(folder / "elsewhere"), "no folder test/"),
         (lambda folder: (folder / "train").rename(folder / "elsewhere"), "no folder train/"),
         (lambda folder: (folder / "test/c").rename(folder / "test/d"), "class 'c' is not in both"),
-        (lambda folder: [file.unlink() for file in (folder / "train/b").iterdir()], "valid file for the classes b"),
+        (lambda folder: [file.unlink() for file in (folder / "train/b").iterdir()], "no image in the class folder .*/b "),
         (lambda folder: [shutil.rmtree(path) for name in "bc" for path in folder.glob(f"*/{name}")], "one class, 'a'"),
         (lambda folder: [shutil.rmtree(path) for path in folder.glob("train/*")], "there is no class folder in"),
     ],
@@ -184,7 +184,7 @@ def test_folders_that_do_not_fit_are_named(folders, spoil, words):
 def test_an_unreadable_image_is_named(folders, workers):
     Image.effect_noise((8, 8), 50).save(folders / "test/b/1.png")
     whole = (folders / "test/b/1.png").read_bytes()
-    (folders / "test/b/1.png").write_bytes(whole[:-40])  # its header is right
+    (folders / "test/b/1.png").write_bytes(whole[:50] + bytes(30) + whole[80:])  # its header is right, and its end
     config = Config(dataset="imagefolder", data=str(folders), num_workers=workers)
     images = data.load(config, ALONE, 0).test
     batches = data.batches(images, data.EvalSampler(len(images), ALONE), config, ALONE)
@@ -211,17 +211,6 @@ def test_hidden_files_and_folders_are_no_images_and_no_classes(folders):
         Image.new("RGB", (8, 8)).save(folders / part / ".cache/0.png")
     found = load(dataset="imagefolder", data=str(folders), valid_size=0)
     assert found.num_classes == 3 and len(found.train) == 12 and len(found.test) == 6
-
-
-def test_grey_values_of_16_bits_are_scaled(folders):
-    values = numpy.array([[0, 255, 256, 32896], [40000, 65534, 65535, 257]], dtype="uint16").repeat(4, 0).repeat(2, 1)
-    Image.fromarray(values).save(folders / "test/a/0.png")
-    found = load(dataset="imagefolder", data=str(folders), valid_size=0).test
-    seen = numpy.asarray(found.source[0][0])
-    assert seen.shape == (8, 8, 3) and (seen[..., 0] == values // 257).all() and seen.max() == 255
-    Image.fromarray(values.astype("int32")).save(folders / "test/a/0.tif")
-    with pytest.raises(RunError, match="cannot read the image .*/test/a/0.tif: its pixels have 32 bits"):
-        load(dataset="imagefolder", data=str(folders), valid_size=0).test[1]
 
 
 def test_valid_size_leaves_images_to_train_on(folders):

@@ -57,7 +57,7 @@ def test_processes_and_devices(launcher, rank, size, gpus, flags, expected):
     [
         (0, 0, 0, {"device": "cuda"}, "--device cuda: no CUDA GPU is visible"),
         (0, 0, 2, {"device": "cuda:2"}, "the last is cuda:1"),
-        (0, 0, 2, {"device": "tpu"}, "--device tpu: expected auto, cpu, cuda or cuda:N"),
+        (0, 0, 2, {"device": "tpu"}, "--device tpu: expected one of auto, cpu, cuda, cuda:N"),
         (0, 0, 2, {"parallel": "ddp"}, "--parallel ddp: start it with torchrun"),
         (0, 0, 0, {"parallel": "dp"}, "--parallel dp: needs visible CUDA GPUs"),
         (0, 2, 2, {"parallel": "dp"}, "--parallel dp: torchrun started 2 processes"),

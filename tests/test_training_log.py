@@ -142,6 +142,11 @@ def test_tensorboard(tmp_path):
     assert set(events.Tags()["scalars"]) >= {"loss/valid", "error/train", "lr", "images_per_s", "peak_mib"}
 
 
+def test_tensorboard_takes_no_name_in_no_encoding(tmp_path):
+    with pytest.raises(UsageError, match="--tensorboard True: not in .*\udcff, a name that is not UTF-8"):
+        log.Results(Config(save=os.fsdecode(bytes(tmp_path) + b"/\xff"), tensorboard=True))
+
+
 def test_peak_memory_is_that_of_the_epoch():
     memory = log.PeakMemory([torch.device("cpu")])
     assert not memory.since_start

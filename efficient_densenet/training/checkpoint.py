@@ -12,7 +12,7 @@ from torch import nn
 
 from ..models import weights
 from . import distributed
-from .config import Config, RunError, UsageError
+from .config import Config, RunError, UsageError, dataset_in
 from .engine import Totals
 
 # What a run that is resumed need not repeat: its length, and what only shows it or loads for it. And what says where.
@@ -124,6 +124,15 @@ class State:
         return [self.model] if self.ema is None else [self.model, self.ema.module]
 
 
+def not_finite(weights):
+    """Which tensors hold NaN or infinite values, in words; an empty text where none does."""
+    names = [name for name, tensor in weights.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return f"values that are not finite in {names[0]}{more} of its {len(weights)} tensors"
+
+
 def check(saved, settings):
     """Raises a :class:`UsageError` unless a run with these settings can go on from the saved state."""
     before = saved["settings"]
@@ -163,6 +172,8 @@ def recall(config, given):
         path = config.evaluate
         settings = settings_in(path if os.path.isdir(path) else os.path.dirname(path))
         settings = {name: value for name, value in settings.items() if name not in _MACHINE}
+        if "dataset" in settings and "data" in given:  # another folder may hold another data set
+            settings["dataset"] = dataset_in(config.data, settings["dataset"])
     else:
         if config.resume is False:
             folder = _restarted(config.save)
@@ -276,7 +287,7 @@ def read_weights(path):
         The tensors by the names that this library gives them; see :func:`efficient_densenet.models.weights.weights_in`.
 
     Raises:
-        UsageError: There is no such file, or it holds no weights.
+        UsageError: There is no such file, or it holds no weights, or some that are not finite.
     """
     file = os.path.join(path, "model.dat") if os.path.isdir(path) else path
     content = read(file)
@@ -285,6 +296,8 @@ def read_weights(path):
     found = weights.weights_in(content)
     if not found:
         raise UsageError(f"--evaluate {path}: there are no weights in {file}")
+    if broken := not_finite(found):
+        raise UsageError(f"--evaluate {path}: {broken}, so that a test would say nothing")
     return found
 
 

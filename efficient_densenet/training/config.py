@@ -1,12 +1,13 @@
-"""The command line: python-fire fills in a frozen, checked :class:`Config`, and nothing else has happened by then."""
+"""The command line: python-fire takes it apart, a frozen :class:`Config` makes checked settings of the texts."""
 
 import contextlib
 import dataclasses
 import difflib
-import functools
+import glob
 import inspect
 import io
 import math
+import os
 import re
 import sys
 import types
@@ -14,6 +15,11 @@ import typing
 from dataclasses import dataclass
 
 import fire
+
+from ..models import MODES
+
+FASHION_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+IMAGE_FILES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class UsageError(ValueError):
@@ -33,22 +39,47 @@ class RunError(RuntimeError):
 
 def bytes_of(text):
     """The bytes of ``"8GiB"``, ``"1.5GiB"``, ``"500MiB"``, ``"1000KiB"`` or ``"1000000"``; None for any other text."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KiB|MiB|GiB|TiB)|(\d+)", text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])iB|(\d+)", text, re.IGNORECASE)
     if found is None:
         return None
     number, unit, whole = found.groups()
-    return int(whole) if whole else int(float(number) * 1024 ** (1 + ("KiB", "MiB", "GiB", "TiB").index(unit)))
+    return int(whole) if whole else int(float(number) * 1024 ** (1 + "KMGT".index(unit.upper())))
 
 
-def _flag(default, choices=(), **bounds):
+def dataset_in(folder, default):
+    """The data set that a folder holds: ``default`` if that is there, or nothing that is known by its files.
+
+    Class folders beside each other, without train/ and test/, are an image folder too, which will say what it lacks.
+    """
+
+    def holds(*names):
+        return all(os.path.exists(os.path.join(folder, name)) for name in names)
+
+    def images():
+        paths = glob.iglob(os.path.join(glob.escape(folder), "*", "*"))
+        return any(path.lower().endswith(IMAGE_FILES) for path in paths)
+
+    found = {
+        "cifar10": holds("cifar-10-batches-py") or holds("cifar-10-python.tar.gz"),
+        "cifar100": holds("cifar-100-python") or holds("cifar-100-python.tar.gz"),
+        "svhn": holds("train_32x32.mat", "test_32x32.mat"),
+        "fashion_mnist": holds("FashionMNIST") or holds(*(f"{file}-ubyte.gz" for file in FASHION_FILES)),
+        "imagefolder": any(map(holds, ("train/", "test/", "val/"))) or images(),
+    }
+    names = [name for name, there in found.items() if there]
+    return default if default in names or not names else names[0]
+
+
+def _flag(default, choices=(), path=False, **bounds):
     """A field of :class:`Config`.
 
     Args:
         default: Its value where the flag is not given.
-        choices: The texts that it takes.
+        choices: The words that it takes, in small letters; ``N`` stands for a number.
+        path: Whether its text is a place on the disk.
         bounds: Of its numbers: ``at_least``, ``above``, ``at_most``, ``below``.
     """
-    return dataclasses.field(default=default, metadata={"choices": choices, "bounds": bounds})
+    return dataclasses.field(default=default, metadata={"choices": choices, "path": path, "bounds": bounds})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +87,19 @@ class Config:
     """Train a DenseNet in a fraction of the memory, with the same numbers.
 
     Batch size and learning rate are per GPU (or process): the global batch is batch_size x GPUs x accumulation_steps,
-    and the learning rate grows likewise. Several GPUs: torchrun --nproc_per_node=N demo.py [flags].
+    and the learning rate grows likewise. Several GPUs: torchrun --nproc_per_node=N demo.py [flags]. Words may be
+    written in capitals, and ~ is the home folder.
 
     Args:
         efficient: How dense blocks use memory: False or "naive" (plain autograd), "checkpoint", ..., True or "auto"
             (the best one available). All compute the same numbers.
         data: Folder of the data set; what can be downloaded is put there.
         dataset: cifar10, cifar100, svhn, fashion_mnist, imagefolder (class folders under train/ and test/ or val/),
-            digits (ships with scikit-learn), or auto, which is cifar10 if it is there or can be downloaded, and digits
-            if not, unless --data is given.
+            digits (ships with scikit-learn), or auto: with --data what that folder holds, else cifar10 if it is in
+            ./data or can be downloaded, and digits if not.
         image_size: Resize images to this many pixels; from 128 on, training takes random resized crops.
+        image_max: The value of white in images of more than 8 bits, e.g. 4095 for 12 bits in files of 16; no grey level
+            is lost, and what is above it is brighter than white. Default: the largest that their type holds.
         save: Folder of the results. Default: ./results/<date-time>.
         overwrite: Replace the results that --save already holds.
         depth: Depth of the DenseNet-BC: 4 more than a multiple of 6, e.g. 40, 100, 190, 250.
@@ -106,13 +140,14 @@ class Config:
         max_steps: At most so many training steps in each epoch, for trying things out.
     """
 
-    efficient: bool | str = _flag(True)
-    data: str = _flag("./data")
+    efficient: bool | str = _flag(True, choices=MODES)
+    data: str = _flag("./data", path=True)
     dataset: str = _flag(
         "auto", choices=("auto", "cifar10", "cifar100", "svhn", "fashion_mnist", "imagefolder", "digits")
     )
     image_size: int | None = _flag(None, at_least=1)
-    save: str | None = _flag(None)
+    image_max: float | None = _flag(None, above=0)
+    save: str | None = _flag(None, path=True)
     overwrite: bool = _flag(False)
     depth: int = _flag(100, at_least=1)
     growth_rate: int = _flag(12, at_least=1)
@@ -130,7 +165,7 @@ class Config:
     valid_size: int | None = _flag(None, at_least=0)
     seed: int | None = _flag(None, at_least=0, below=2**32)
     num_workers: int | None = _flag(None, at_least=0)
-    device: str = _flag("auto")
+    device: str = _flag("auto", choices=("auto", "cpu", "cuda", "cuda:N"))
     parallel: str = _flag("auto", choices=("auto", "ddp", "dp", "none"))
     progress: bool | None = _flag(None)
     amp: str = _flag("off", choices=("off", "bf16", "fp16"))
@@ -141,9 +176,9 @@ class Config:
     clip_grad: float = _flag(0.0, at_least=0)
     label_smoothing: float = _flag(0.0, at_least=0, below=1)
     compile: bool = _flag(False)
-    resume: bool | str = _flag(False)
+    resume: bool | str = _flag(False, path=True)
     save_every_steps: int | None = _flag(None, at_least=1)
-    evaluate: str | None = _flag(None)
+    evaluate: str | None = _flag(None, path=True)
     memory_budget: str | None = _flag(None)
     tensorboard: bool = _flag(False)
     max_steps: int | None = _flag(None, at_least=1)
@@ -152,8 +187,11 @@ class Config:
         for field in dataclasses.fields(self):
             value = _checked(field, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-        if self.memory_budget is not None and not bytes_of(self.memory_budget):
-            raise UsageError(f"--memory_budget {self.memory_budget}: expected bytes, or e.g. 8GiB or 500MiB")
+        if self.memory_budget is not None:
+            if not bytes_of(self.memory_budget):
+                raise UsageError(f"--memory_budget {self.memory_budget}: expected bytes, or e.g. 8GiB or 500MiB")
+            unit = re.sub("[kmgt]ib", lambda found: f"{found[0][0].upper()}iB", self.memory_budget, flags=re.IGNORECASE)
+            object.__setattr__(self, "memory_budget", unit)
         if self.warmup_epochs is not None and self.warmup_epochs > self.n_epochs:
             raise UsageError(f"--warmup_epochs {self.warmup_epochs}: the run has {self.n_epochs} epochs, take no more")
 
@@ -174,34 +212,61 @@ def _kinds(field):
 def _checked(field, value):
     """The value in the field's type, or a :class:`UsageError` that says what would do."""
     types_ = _types(field)
+    if isinstance(value, str):
+        value = _meant(field, value)
     if float in types_ and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) not in types_:
         raise UsageError(f"--{field.name} {value}: expected {_kinds(field)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"--{field.name} {value}: expected a finite number")
-    if value == "":
-        raise UsageError(f"--{field.name} needs a value, not an empty text")
-    choices, bounds = field.metadata["choices"], field.metadata["bounds"]
-    if isinstance(value, str):
-        if choices and value not in choices:
-            wanted = _kinds(field) if int in types_ else f"one of {', '.join(choices)}"
-            raise UsageError(f"--{field.name} {value}: expected {wanted}")
-        return value
     holds = {
         "at_least": lambda bound: value >= bound,
         "above": lambda bound: value > bound,
         "at_most": lambda bound: value <= bound,
         "below": lambda bound: value < bound,
     }
-    if value is not None and not all(holds[name](bound) for name, bound in bounds.items()):
+    bounds = field.metadata["bounds"] if isinstance(value, (int, float)) else {}
+    if not all(holds[name](bound) for name, bound in bounds.items()):
         wanted = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items())
         raise UsageError(f"--{field.name} {value}: must be {wanted}")
     return value
 
 
-def read_flags(settings, arguments, program, parsers=None):
-    """The flags on a command line, by name, as Fire reads them; nothing is made of them yet.
+def _meant(field, text):
+    """What a text stands for in a field: True, False, None and words in any case; numbers; paths with ~; else itself.
+
+    Fire's ``True`` for a flag without a value is no value where a text is expected.
+    """
+    types_, word = _types(field), text.lower()
+    if text == "" or text == "True" and str in types_ and bool not in types_:
+        raise UsageError(f"--{field.name} needs a value" + (", not an empty text" if text == "" else ""))
+    if bool in types_ and word in ("true", "false"):
+        return word == "true"
+    if type(None) in types_ and word == "none":
+        return None
+    for number in {int, float}.intersection(types_):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    if str not in types_:
+        return text
+    choices = field.metadata["choices"]
+    if choices:
+        if not any(re.fullmatch(choice.replace("N", "[0-9]+"), word) for choice in choices):
+            wanted = f"one of {', '.join(choices)}" if {int, bool}.isdisjoint(types_) else _kinds(field)
+            raise UsageError(f"--{field.name} {text}: expected {wanted}")
+        return word
+    if field.metadata["path"]:
+        path = os.path.expanduser(text)
+        if path.startswith("~"):
+            user = path.partition(os.sep)[0]
+            raise UsageError(f"--{field.name} {text}: there is no home folder {user} (a folder of that name: ./{path})")
+        return path
+    return text
+
+
+def read_flags(settings, arguments, program, as_text=False):
+    """The flags on a command line, by name; nothing is made of them yet.
 
     Fire calls a function as soon as it has its arguments and complains about what is left over afterwards; here that
     function only notes them, so a misspelt flag is refused before anything runs.
@@ -210,7 +275,7 @@ def read_flags(settings, arguments, program, parsers=None):
         settings: A dataclass whose fields are the flags, and whose docstring is the help.
         arguments: The arguments as in ``sys.argv[1:]``. ``--help`` prints the flags and exits.
         program: The name that the help shows.
-        parsers: By flag, what makes a value of a text, where that is not what Fire would make of it.
+        as_text: Give the values as they were typed, not what Fire makes of them, to which 2024 is never a folder.
 
     Raises:
         UsageError: An unknown flag, or an argument that is none.
@@ -225,7 +290,8 @@ def read_flags(settings, arguments, program, parsers=None):
     if not {"-h", "--help"} & set(arguments):  # the marks that parsers leave on a function would show in its help
         if "--" in arguments:
             raise UsageError("unexpected argument '--': every setting is a flag, --name value")
-        fire.decorators.SetParseFns(**(parsers or {}))(note)
+        if as_text:
+            fire.decorators.SetParseFn(str)(note)
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):  # Fire explains a mistake in a page; a line is enough
@@ -248,27 +314,14 @@ def parse_flags(arguments):
     Raises:
         UsageError: An unknown flag, or a value that a flag does not take.
     """
-    texts = [field for field in dataclasses.fields(Config) if str in _types(field)]
-    given = read_flags(Config, arguments, "demo.py", {field.name: functools.partial(_text, field) for field in texts})
-    typed = set(given)
-    if "data" in given and given.get("dataset", "auto") == "auto":  # someone who names a folder wants what is in it
-        given["dataset"] = "cifar10"
+    given = read_flags(Config, arguments, "demo.py", as_text=True)
     config = Config(**given)
+    if "data" in given and config.dataset == "auto":  # someone who names a folder wants what is in it
+        config = dataclasses.replace(config, dataset=dataset_in(config.data, "cifar10"))
     fixed = [name for name in ("depth", "growth_rate", "compression") if name in given]
     if config.model is not None and fixed:
         raise UsageError(f"--{fixed[0]} does not go with --model {config.model}, whose shape is fixed")
-    return config, typed
-
-
-def _text(field, value):
-    """A flag's value as typed (Fire would read 2024 as a number); Fire's ``True`` may mean that none was typed."""
-    if value in ("True", "False") and bool in _types(field):
-        return value == "True"
-    if value == "True":
-        raise UsageError(f"--{field.name} needs a value")
-    if int in _types(field) and re.fullmatch(r"[+-]?\d+", value):
-        return int(value)
-    return None if value == "None" and type(None) in _types(field) else value
+    return config, set(given)
 
 
 def _explain(message, names):

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import math
 import os
+import re
 import secrets
 import signal
 import socket
@@ -16,9 +17,16 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from torchvision import datasets, transforms
+from torchvision.transforms import functional
 
-from .config import RunError, UsageError
+from .class_folders import ClassFolders, look
+from .config import FASHION_FILES, RunError, UsageError
 from .distributed import cpus_per_process
+
+try:
+    import resource
+except ImportError:  # not everywhere
+    resource = None
 
 CONNECT_SECONDS = 10  # a network that has not answered by then is taken for none
 GRACE_SECONDS = 30  # what a process that loads images has left after SIGTERM
@@ -32,8 +40,6 @@ _FACTS = {
     "imagefolder": (*_IMAGENET, True),
     "digits": ((0.3055,) * 3, (0.3235,) * 3, False),
 }
-_UNREADABLE = (OSError, SyntaxError, ValueError)  # what PIL raises for files it cannot make sense of
-_FASHION_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Data:
 
     Attributes:
         facts: What config.json says of the data: its name, why it was chosen, sizes, and how an image becomes an input.
+        source: What the images are and where they come from, in words.
+        remarks: What the person who trains should know of the files, line by line.
     """
 
     train: Dataset
@@ -50,6 +58,8 @@ class Data:
     num_classes: int
     in_channels: int
     facts: dict
+    source: str
+    remarks: tuple
 
 
 class Images(Dataset):
@@ -163,11 +173,12 @@ def load(config, world, seed):
     Raises:
         UsageError: The data are not there and cannot be had, or do not fit the flags.
     """
+    world.together((True, lambda: allow_files(_workers(config))))
     name, note = world.on_main(lambda: _choose(config))
     train, test = world.together(
-        (world.rank == 0, lambda: _open(name, config.data, download=True)),
-        (world.rank > 0 and world.local_rank == 0, lambda: _open(name, config.data, download=True)),
-        (world.local_rank > 0, lambda: _open(name, config.data, download=False)),
+        (world.rank == 0, lambda: _open(name, config, download=True)),
+        (world.rank > 0 and world.local_rank == 0, lambda: _open(name, config, download=True)),
+        (world.local_rank > 0, lambda: _open(name, config, download=False)),
     )
 
     held_out = min(5000, len(train) // 10) if config.valid_size is None else config.valid_size
@@ -177,7 +188,9 @@ def load(config, world, seed):
         )
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
     mean, std, flip = _FACTS[name]
-    width, height = (config.image_size,) * 2 if config.image_size else world.on_main(lambda: _size(name, train, test))
+    (width, height), said = world.on_main(lambda: _look(name, train, test, config))
+    if config.image_size:
+        width = height = config.image_size
     augment, prepare = _transforms(config.image_size, (height, width), mean, std, flip)
     facts = {
         "name": name,
@@ -197,13 +210,24 @@ def load(config, world, seed):
         num_classes=len(train.classes),
         in_channels=len(mean),
         facts=facts,
+        source=_source(name, config.data, test),
+        remarks=tuple(filter(None, (_left_out(name, train, test), said))),
     )
+
+
+class _Loader(DataLoader):
+    def check_worker_number_rationality(self):
+        """Says nothing: more worker processes than CPUs is what was asked for."""
+
+
+def _workers(config):
+    return min(8, cpus_per_process()) if config.num_workers is None else config.num_workers
 
 
 def batches(images, sampler, config, world):
     """The batches of one rank, loaded by worker processes that live as long as the run."""
-    workers = min(8, cpus_per_process()) if config.num_workers is None else config.num_workers
-    return DataLoader(
+    workers = _workers(config)
+    return _Loader(
         images,
         batch_size=config.batch_size * world.gpus,
         sampler=sampler,
@@ -213,6 +237,23 @@ def batches(images, sampler, config, world):
         pin_memory=world.device.type == "cuda",
         generator=torch.Generator(),  # the loader draws from it, and must leave the model's random numbers alone
     )
+
+
+def allow_files(workers):
+    """Sees to it that the worker processes of three loaders can be talked to: that takes open files.
+
+    Raises:
+        UsageError: The system does not allow so many. Later, torch would say so in many words, or wait for ever.
+    """
+    if resource is None or not workers:
+        return
+    needed = len(os.listdir("/dev/fd")) + 16 * (workers + 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            few = f"takes about {needed} open files, the limit is {hard}"
+            raise UsageError(f"--num_workers {workers}: {few}; a larger ulimit -n or fewer --num_workers (0) helps")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @contextlib.contextmanager
@@ -228,18 +269,34 @@ def closing(*loaders):
 
 
 def explained(error):
-    """An error that came from elsewhere (another process, the memory) in a line; None for any other."""
-    line = str(error).splitlines()[0] if str(error) else ""
-    if "DataLoader worker" in line or isinstance(error, ConnectionError):
-        return RunError(f"a process that loads images has died (was the memory short?): {line}")
-    if "onnection closed by peer" in line or "onnection reset by peer" in line:
+    """An error that came from elsewhere (another process, the system) in a line; None for any other."""
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[0]
+    of_worker = "DataLoader worker" in line or isinstance(error, ConnectionError)
+    caught = "Caught " in line and of_worker
+    if caught:  # the worker's traceback follows
+        line = lines[-1]
+    if "onnection closed by peer" in line or "onnection reset by peer" in line and not of_worker:
         return RunError(f"another process of the run has ended: {line}")
     if isinstance(error, torch.cuda.OutOfMemoryError):
         reason = line.partition(". ")[0]
         return RunError(
             f"{reason}. A smaller --batch_size (with --accumulation_steps), or --efficient True, takes less"
         )
-    return None
+    helps = next((help for cause, help in _HELP if re.search(cause, f"{type(error).__name__}: {line}")), None)
+    if helps is None and (caught or not of_worker):
+        return None
+    died = "a process that loads images has died: " if of_worker else ""
+    return RunError(f"{died}{line or type(error).__name__}" + (f" ({helps})" if helps else ""))
+
+
+_HELP = (  # against what the system or torch complains of
+    ("oo many open files|ancdata", "a larger ulimit -n or fewer --num_workers helps"),
+    ("/torch_|shared memory|Bus error", "more shared memory, /dev/shm, or --num_workers 0 helps"),
+    ("llocate memory|MemoryError", "fewer --num_workers or a smaller --batch_size takes less"),
+    ("signal: Killed", "was the memory short?"),
+    ("start new thread|Resource temporarily unavailable", "a larger ulimit -u or fewer --num_workers helps"),
+)
 
 
 def _leave_signals_to_the_trainer(_):
@@ -254,7 +311,7 @@ def _transforms(image_size, size, mean, std, flip):
     The paper's augmentation: a shift by up to an eighth (4 of 32 pixels), or, from ``image_size`` 128 on, the random
     resized crop of ImageNet training with the centre crop that belongs to it.
     """
-    to_tensor = [transforms.ToTensor(), transforms.Normalize(mean, std)]
+    to_tensor = [_to_tensor, transforms.Normalize(mean, std)]
     mirror = [transforms.RandomHorizontalFlip()] if flip else []
     if image_size is not None and image_size >= 128:
         resized = [transforms.RandomResizedCrop(image_size)]
@@ -276,82 +333,58 @@ def _choose(config):
     return "cifar10", None
 
 
-def _open(name, folder, download):
-    """The training and the test images: sequences of (PIL image, class number) with ``classes``."""
+def _open(name, config, download):
+    """The training and the test images: sequences of (image, class number) with ``classes``."""
     if name == "digits":
         return _digits()
-    if name != "imagefolder":
-        if name == "fashion_mnist" and all(os.path.isfile(_gz(folder, file)) for file in _FASHION_FILES):
-            return _fashion_files(folder)
-        return _torchvision(name, folder, download)
-    test = next((part for part in ("test", "val") if os.path.isdir(os.path.join(folder, part))), "test")
+    if name == "imagefolder":
+        return _class_folders(config)
+    if name == "fashion_mnist" and all(os.path.isfile(_gz(config.data, file)) for file in FASHION_FILES):
+        return _fashion_files(config.data)
+    return _torchvision(name, config.data, download)
+
+
+def _class_folders(config):
+    """The images under train/ and test/, or val/ where there is no test/."""
+    parts = {part: os.path.join(config.data, part) for part in ("train", "test", "val")}
+    test = "test" if os.path.isdir(parts["test"]) or not os.path.isdir(parts["val"]) else "val"
     for part in ("train", test):
-        if not os.path.isdir(os.path.join(folder, part)):
+        if not os.path.isdir(parts[part]):
             wanted = "class folders are expected under train/ and test/ (or val/)"
-            raise UsageError(f"--data {folder}: there is no folder {part}/ in it; {wanted}")
-    try:
-        train, test = (_Folder(os.path.join(folder, part), is_valid_file=_is_image) for part in ("train", test))
-    except FileNotFoundError as error:  # no class folder, or one without an image
-        raise UsageError(f"--data {folder}: {error}") from None
-    different = set(train.classes) ^ set(test.classes)
+            raise UsageError(f"--data {config.data}: there is no folder {part}/ in it; {wanted}")
+    images = train, tested = [ClassFolders(parts[part], config.image_max) for part in ("train", test)]
+    different = set(train.classes) ^ set(tested.classes)
     if different:
-        raise UsageError(f"--data {folder}: class {min(different)!r} is not in both of train/ and {part}/")
+        raise UsageError(f"--data {config.data}: class {min(different)!r} is not in both of train/ and {test}/")
     if len(train.classes) == 1:
-        raise UsageError(f"--data {folder}: there is one class, {train.classes[0]!r}; telling apart takes two and more")
-    return train, test
+        one = f"there is one class, {train.classes[0]!r}; telling apart takes two and more"
+        raise UsageError(f"--data {config.data}: {one}")
+    return images
 
 
-def _size(name, train, test):
-    """Width and height of the images, which must be alike; the headers of files say it."""
-    if name != "imagefolder":
-        return train[0][0].size
-    first = None
-    for path, _ in train.samples + test.samples:
-        try:
-            with Image.open(path) as image:
-                size = image.size
-        except _UNREADABLE as error:
-            raise UsageError(f"--data: cannot read the image {path}: {error}") from None
-        first = first or size
-        if size != first:
-            pixels = "{}x{} pixels, the first image has {}x{}".format(*size, *first)
-            raise UsageError(f"--image_size: the image {path} has {pixels}; --image_size N makes them all alike")
-    return first
+def _source(name, folder, test):
+    """What the images are and where they come from, in words."""
+    if name == "imagefolder":
+        return f"{name} in {folder} (class folders under train/ and {os.path.basename(test.root)}/)"
+    return name if name == "digits" else f"{name} in {folder}"
 
 
-class _Folder(datasets.ImageFolder):
-    """Class folders of image files; a file that cannot be used is named."""
-
-    def __getitem__(self, index):
-        path, label = self.samples[index]
-        try:
-            with open(path, "rb") as file:
-                return _eight_bits(Image.open(file)).convert("RGB"), label
-        except _UNREADABLE as error:
-            raise RunError(f"cannot read the image {path}: {error}") from None
-
-    def find_classes(self, directory):
-        """Class folders, but for hidden ones, which programs leave behind."""
-        names = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name[0] != ".")
-        if not names:
-            raise FileNotFoundError(f"there is no class folder in {directory}")
-        return names, {name: label for label, name in enumerate(names)}
+def _left_out(name, train, test):
+    """Names a file in the class folders that is no image by its name, if there are any."""
+    others = train.others + test.others if name == "imagefolder" else ()
+    return f"left out, as no images by their names: {len(others):,} files, such as {others[0]}" if others else None
 
 
-def _is_image(path):
-    """Whether a file is taken for an image: by its name, unless it is hidden."""
-    return path.lower().endswith(datasets.folder.IMG_EXTENSIONS) and not os.path.basename(path).startswith(".")
+def _look(name, train, test, config):
+    """Width and height of the images, and what to say of their values; see :func:`class_folders.look`."""
+    if name == "imagefolder":
+        return look((test,) if config.evaluate else (train, test), config)
+    return train[0][0].size, "--image_max changes nothing: it is for class folders" if config.image_max else None
 
 
-def _eight_bits(image):
-    """An image of 16-bit grey values with 8 bits, which PIL would clip at 255; others as they are."""
-    import numpy
-
-    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):  # as older releases of PIL say it
-        return Image.fromarray((numpy.asarray(image) // 257).astype("uint8"))
-    if image.mode in ("I", "F"):
-        raise ValueError("its pixels have 32 bits; save it with 8 or 16")
-    return image
+def _to_tensor(image):
+    """Three channels in which white is 1 (one, of images in memory that are grey); a class folder may give tensors."""
+    return image.expand(3, -1, -1) if torch.is_tensor(image) else functional.to_tensor(image)
 
 
 class _Arrays:
@@ -396,7 +429,7 @@ def _fashion_files(folder):
             raise UsageError(f"--data {folder}: cannot read {name}-ubyte.gz: {error}") from None
 
     parts = []
-    for images, labels in (_FASHION_FILES[:2], _FASHION_FILES[2:]):
+    for images, labels in (FASHION_FILES[:2], FASHION_FILES[2:]):
         pixels, targets = read(images, 16), read(labels, 8)
         if pixels.size != targets.size * 28 * 28:
             raise UsageError(f"--data {folder}: {images}-ubyte.gz and {labels}-ubyte.gz do not belong together")

@@ -160,8 +160,8 @@ def launcher():
     if not under_torchrun():
         return None
     try:
-        with open(f"/proc/{os.getppid()}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
-            started = stat.read().rpartition(")")[2].split()[19]
+        with open(f"/proc/{os.getppid()}/stat", "rb") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
+            started = stat.read().rpartition(b")")[2].decode().split()[19]
             return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{boot.read().strip()}/{os.getppid()}/{started}"
     except OSError:
         return None
@@ -238,8 +238,6 @@ def find_world(config):
         UsageError: Flags that this machine or this way of starting cannot serve.
     """
     gpus = torch.cuda.device_count()
-    if config.device not in ("auto", "cpu", "cuda") and not config.device.removeprefix("cuda:").isdecimal():
-        raise UsageError(f"--device {config.device}: expected auto, cpu, cuda or cuda:N")
     if config.device.startswith("cuda") and gpus == 0:
         raise UsageError(f"--device {config.device}: no CUDA GPU is visible, use --device cpu")
     on_gpu = config.device != "cpu" and gpus > 0

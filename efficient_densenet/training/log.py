@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import efficient_densenet
+from .checkpoint import not_finite
 from .config import RunError, UsageError
 from .distributed import launcher
 
@@ -72,6 +73,13 @@ def _explained(what):
         raise RunError(f"{what}: {getattr(cause, 'strerror', None) or error}") from None
 
 
+def open_console():
+    """Lets every line be printed: a character that the console's encoding does not have is shown as ``\\u4e2d``."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a stream of another program's
+            stream.reconfigure(errors="backslashreplace")
+
+
 def say(line):
     """Prints a line, at once.
 
@@ -100,7 +108,7 @@ class Results:
 
     def __init__(self, config):
         self.folder = config.save if config.save is not None else _new_folder()
-        self._board, self._writer = None, _summary_writer() if config.tensorboard else None
+        self._board, self._writer = None, _summary_writer(self.folder) if config.tensorboard else None
         held = [name for name in RESULTS if os.path.exists(self.path(name))]
         if held and not config.overwrite and not config.resume:
             wanted = "go on with --resume True, choose another folder or add --overwrite True"
@@ -181,8 +189,15 @@ class Results:
         replace_file(self.path(name), lambda file: torch.save(content, file))
 
     def load_model(self, model):
-        """Loads model.dat."""
-        model.load_state_dict(torch.load(self.path("model.dat"), map_location="cpu", weights_only=True))
+        """Loads model.dat.
+
+        Raises:
+            RunError: What it holds is not finite: a test would say nothing.
+        """
+        weights = torch.load(self.path("model.dat"), map_location="cpu", weights_only=True)
+        if broken := not_finite(weights):
+            raise RunError(f"{self.path('model.dat')} cannot be tested: {broken}")
+        model.load_state_dict(weights)
 
     def _write(self, rows):
         text = io.StringIO()
@@ -219,8 +234,12 @@ class Results:
         replace_file(self.path("curves.png"), lambda file: figure.savefig(file, format="png", dpi=100))
 
 
-def _summary_writer():
+def _summary_writer(folder):
     """TensorBoard's writer."""
+    try:
+        folder.encode()
+    except UnicodeEncodeError:  # TensorBoard's files name it
+        raise UsageError(f"--tensorboard True: not in {folder}, a name that is not UTF-8") from None
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -283,9 +302,9 @@ class PeakMemory:
         if self._devices:
             return [torch.cuda.max_memory_allocated(device) / MIB for device in self._devices]
         if not self.since_start:
-            with open("/proc/self/status") as file:
+            with open("/proc/self/status", "rb") as file:  # the program's name may be in any encoding
                 for line in file:
-                    if line.startswith("VmHWM:"):
+                    if line.startswith(b"VmHWM:"):
                         return [int(line.split()[1]) / 1024]
         import resource
 
