@@ -22,10 +22,14 @@ def _run(rank, size, port, function, folder, arguments):
     torch.save(result, f"{folder}/{rank}")
 
 
+def free_port():
+    """A port for a group's first process."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
 def on_ranks(size, folder, function, *arguments):
     """What ``function(*arguments)`` returned (or raised) on every rank, in order."""
     folder.mkdir(exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    mp.start_processes(_run, (size, port, function, folder, arguments), nprocs=size, start_method="fork")
+    mp.start_processes(_run, (size, free_port(), function, folder, arguments), nprocs=size, start_method="fork")
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(size)]

@@ -5,6 +5,7 @@ import datetime
 import inspect
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 import torch
@@ -227,8 +228,27 @@ def start(config):
     # torchrun may keep one store for all its restarts, with the addresses of processes that are no more.
     store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    yield world
-    dist.destroy_process_group()  # not after an error: it would wait for the others, who wait for this process to end
+    try:
+        yield world
+    except BaseException:
+        # No goodbye: it would wait for the others, who wait for this process to end. But Python aborts if it ends while
+        # gloo's threads want its lock, to free what the last exchange has left: they get a moment for that.
+        time.sleep(0.1)
+        raise
+    _leave()
+
+
+def _leave():
+    """Ends the process group.
+
+    One of gloo's threads may want Python's lock, to free what the last exchange has left. torch 2.4 waits for it with
+    that lock held, for ever, where the group is destroyed as a whole; it lets go of the lock for a gloo that is
+    destroyed last, by itself, as the one held here is.
+    """
+    # A private name; releases that lack it do not need it.
+    gloo = getattr(dist.group.WORLD, "_get_backend", lambda _: None)(torch.device("cpu"))
+    dist.destroy_process_group()
+    del gloo
 
 
 def find_world(config):
