@@ -111,7 +111,6 @@ class DenseLayer(nn.Module):
             x = x * F.dropout(torch.ones_like(x, memory_format=torch.contiguous_format), self.drop_rate)
         return x
 
-
     def formats(self, channels_last: bool, shape: Sequence[int], dtype: torch.dtype) -> list[bool]:
         """Whether what its convolutions give, and the layer, is channels-last in the plain model.
 
@@ -299,17 +298,18 @@ class DenseBlock(nn.ModuleDict):
         shape = list(x.shape)
         calls, parameters = [], []
         for layer in self.values():
-            call, p = layer_call(layer)
-            *convolutions, new = layer.formats(channels_last, shape, dtype)
-            # A kernel's gradient comes as the kernel is, unless told otherwise.
-            p[2::3] = [
-                w if w.shape[2:].numel() == 1 or wanted == is_channels_last(w) else gradient_in_format(w, wanted)
-                for w, wanted in zip(p[2::3], convolutions, strict=True)
-            ]
+            call, taken = layer_call(layer)
+            kernels = [i for i, p in enumerate(taken) if p is not None and p.dim() > 1]
+            *formats, new_format = layer.formats(channels_last, shape, dtype)
+            for i, wanted in zip(kernels, formats, strict=True):
+                kernel = taken[i]
+                # Its gradient comes as the kernel is, unless told otherwise; a single tap is both.
+                if kernel.shape[2:].numel() > 1 and is_channels_last(kernel) != wanted:
+                    taken[i] = gradient_in_format(kernel, wanted)
             calls.append(call)
-            parameters += p
-            channels_last = channels_last and new
-            shape[1] += p[-1].shape[0]
+            parameters += taken
+            channels_last = channels_last and new_format
+            shape[1] += kernel.shape[0]
         if outside and not channels_last:
             x = gradient_in_format(x, False)
         tail_call = None

@@ -12,7 +12,8 @@ below say which format that is, from one operation of the plain model to the nex
   sizes can be (:func:`behind_convolution`);
 * average pooling of volumes is contiguous, all other pooling keeps the format.
 
-With fewer than two spatial dimensions everything is contiguous.
+With fewer than two spatial dimensions everything is contiguous. A block passes the gradient of its input on in the
+format of its output, which is that of the gradient it gets unless somebody makes it otherwise.
 """
 
 from __future__ import annotations
