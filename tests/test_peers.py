@@ -133,7 +133,7 @@ def test_meta_tensors_cost_no_memory(mode):
     """Kills: the plain path for whatever is not exactly a tensor."""
     model = toy(mode, block_config=(8, 8))
     plain, meta = (measure_step(model, x) for x in (images(4, 3, 16, 16), meta_tensor(images(4, 3, 16, 16))))
-    assert meta.kept_bytes == plain.kept_bytes
+    assert meta.kept_bytes - plain.kept_bytes <= 128  # a copy of the 4x4 matrix among the metadata
     assert meta.peak_bytes <= 1.02 * plain.peak_bytes
 
 
