@@ -245,7 +245,7 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "mode, overrides", [*((mode, {}) for mode in ALL), ("fused", {"drop_rate": 0.3}), ("lean", {"bn_size": None})],
+    "mode, overrides", [*((mode, {}) for mode in ALL), ("fused", {"drop_rate": 0.3}), ("lean", {"bn_size": None})]
 )
 def test_a_step_without_data_holds_what_a_real_one_holds(mode, overrides):
     """Kills: storages forgotten, or kept alive by whoever counts; another mode than the real one's."""

@@ -118,7 +118,7 @@ def without_data(device: torch.device) -> Iterator[None]:
 
 
 def _in_half_precision(select: Callable[..., Any]) -> Callable[..., Any]:
-    """The choice of a convolution's backend, which without a device denies cuDNN to bfloat16, and with it the layout."""
+    """The choice of a convolution's backend, which without a device denies bfloat16 cuDNN and its layout."""
 
     def chosen(*tensors: Tensor, bias: Tensor | None = None, **settings: Any) -> Any:
         *tensors, bias = (t.half() if t is not None and t.dtype == torch.bfloat16 else t for t in (*tensors, bias))

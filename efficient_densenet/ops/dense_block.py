@@ -414,9 +414,11 @@ class _GradientSums:
 
 def _accurate_short_cuts(run: _Pass, norms: Sequence[FoldedNorm]) -> set[FoldedNorm]:
     """The norms whose ``gamma dgamma`` may come from the weight's gradient; asked once, as answers are waited for."""
-    # On an accelerator the wait would be long, and the direct sums cost it little. A fake tensor has no answer.
-    if run.device.type != "cpu" or run.dtype not in (torch.float32, torch.float64) or is_fake(run.features):
+    # On an accelerator the wait would be long, and the direct sums cost it little.
+    if run.device.type != "cpu" or run.dtype not in (torch.float32, torch.float64):
         return set()
+    if is_fake(run.features):  # no values, hence none in doubt: what runs is what mostly does
+        return set(norms)
     gamma, beta = torch.cat([n.gamma for n in norms]), torch.cat([n.beta for n in norms])
     doubtful = gamma.abs() <= beta.abs() * LEAST_GAMMA_OVER_BETA
     if not doubtful.any():
