@@ -6,6 +6,7 @@ Each test names the mutation it kills.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import random
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from efficient_densenet.ops import tiles
+from efficient_densenet.ops.device import assume, describe
 
 from helpers import (
     MODES,
@@ -254,11 +255,18 @@ def test_layouts(mode, layout, weights):
 @each_mode
 @pytest.mark.parametrize("shape", ["small", "no_bottleneck_dropout", "3d", "imagenet_stem", "dropout"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_tiles_of_any_size(mode, shape, training, monkeypatch):
-    """One image or a few rows at a time, with a shorter last tile. Kills: a sum or a correction of one tile only."""
-    monkeypatch.setattr(tiles, "CPU_TILE_BYTES", 3000)
+@pytest.mark.parametrize("unfolds", [True, False], ids=["unfolding", "convolving"])
+def test_tiles_of_any_size(mode, shape, training, unfolds):
+    """One image or a few rows at a time, with a shorter last tile, and both ways to the 3x3 weights' gradients.
+
+    Kills: a sum or a correction of one tile only.
+    """
     overrides, size = SHAPES[shape]
-    state = training_state(toy(mode, **overrides).train(training), images(*size), steps=3 if training else 1)
+    machine = dataclasses.replace(
+        describe(torch.device("cpu")), tile_bytes=3000, unfolded_bytes=2000, unfolds=unfolds
+    )
+    with assume(machine):
+        state = training_state(toy(mode, **overrides).train(training), images(*size), steps=3 if training else 1)
     assert_same(plain_state(shape, training, 3 if training else 1), state)
 
 

@@ -112,7 +112,7 @@ def without_data(device: torch.device) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True))
             stack.enter_context(mock.patch.object(torch._C, "_select_conv_backend", select))
         if device.type == "cuda" and not is_assumed(device):
-            stack.enter_context(assume("cuda", H200 if absent else describe(device)))
+            stack.enter_context(assume(H200 if absent else describe(device)))
         stack.enter_context(fake)
         yield
 

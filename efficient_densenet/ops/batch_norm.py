@@ -21,11 +21,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .passes import Correction, FoldedNorm, Need, Pending, implementation, merge, wide_type
 from .rebuild import is_many, levels_of_batched_gradients, must_rebuild, rebuilt_gradients
 from .storage import as_rows, channels_last_empty
-from .tiles import as_type, fit, parts, tile_rows
-
-masked_gradient = torch.ops.aten.threshold_backward.grad_input  # (dz, z, 0, grad_input=out): dz where z > 0, else 0
+from .tiles import Scratch, as_type
 
 
 def uses_batch_statistics(norm: nn.Module) -> bool:
@@ -53,50 +52,8 @@ class Statistics:
     @classmethod
     def running(cls, norm: nn.Module) -> Statistics:
         """A copy of the running statistics: another forward may move them before this one's backward."""
-        dtype = torch.promote_types(norm.running_mean.dtype, torch.float32)
+        dtype = wide_type(norm.running_mean.dtype)
         return cls(norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype, copy=True))
-
-
-class Moments:
-    """Statistics of a matrix's columns from its tiles of rows, each taken while the tile is in the cache.
-
-    Every tile's mean and variance come from differences to a mean, never from a bare sum of squares, and are merged by
-    Chan, Golub and LeVeque's formula: as good as torch's for data with a large mean.
-    """
-
-    def __init__(self):
-        self._tiles: list[tuple[int, Tensor, Tensor]] = []
-
-    def add(self, rows: Tensor) -> None:
-        count, width = rows.shape
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        if rows.device.type != "cpu" or count == 1:
-            var, mean = torch.var_mean(rows.to(dtype), dim=0, correction=0)
-        elif width % 8 == 0 and rows.is_contiguous() and dtype == rows.dtype:
-            mean, var = torch.batch_norm_update_stats(rows, None, None, 0.0)
-        else:  # narrow or strided: two products with a row of ones beat torch's reductions
-            rows = rows.to(dtype)
-            share = rows.new_full((1, count), 1.0 / count)
-            near = torch.mm(share, rows)
-            centred = rows - near
-            rest = torch.mm(share, centred)
-            mean = (near + rest)[0]
-            var = torch.mm(share, centred.square_()).addcmul_(rest, rest, value=-1)[0]
-        self._tiles.append((count, mean, var))
-
-    def statistics(self) -> Statistics:
-        if len(self._tiles) == 1:
-            _, mean, var = self._tiles[0]
-            return Statistics(mean, var)
-        counts, means, variances = zip(*self._tiles, strict=True)
-        return _merged(counts, torch.stack(means), torch.stack(variances))
-
-
-def _merged(counts: Sequence[int], means: Tensor, variances: Tensor) -> Statistics:
-    """Statistics of the union of several sets of values from those of each, ``(sets, C)``."""
-    share = torch.tensor(counts, dtype=means.dtype, device=means.device).div_(sum(counts))
-    mean = share @ means
-    return Statistics(mean, share @ (variances + (means - mean).square_()))
 
 
 class Exchange:
@@ -123,35 +80,36 @@ class Exchange:
             self._counts = torch.cat(counts).tolist()
         self.count = sum(self._counts)
 
-    def statistics(self, own: Statistics) -> Statistics:
-        """The statistics of all batches from those of each: the same bits on every process."""
+    def statistics(self, own: Tensor) -> None:
+        """Means and variances, ``(2, C)``, of this batch become those of all batches: the same bits on every process."""
         if self.group is None:
-            return own
-        flat = torch.cat((own.mean, own.var))
-        gathered = [torch.empty_like(flat) for _ in self._counts]
-        dist.all_gather(gathered, flat, group=self.group)
-        means, variances = torch.stack(gathered).chunk(2, 1)
-        return _merged(self._counts, means, variances)
+            return
+        own_copy = own.contiguous()
+        gathered = [torch.empty_like(own_copy) for _ in self._counts]
+        dist.all_gather(gathered, own_copy, group=self.group)
+        means, variances = torch.stack(gathered).unbind(1)
+        share = torch.tensor(self._counts, dtype=own.dtype, device=own.device).div_(self.count)
+        mean = share @ means
+        own[0] = mean
+        own[1] = share @ (variances + (means - mean).square_())
 
-    def sums(self, *own: Tensor) -> Sequence[Tensor]:
-        """The sums over the processes, of vectors ``(C,)``."""
-        if self.group is None:
-            return own
-        flat = torch.cat(own)
-        dist.all_reduce(flat, group=self.group)
-        return flat.split([len(t) for t in own])
+    def sums(self, own: Tensor) -> None:
+        """Sums, in any shape, of this process become those of all of them."""
+        if self.group is not None:
+            total = own.contiguous()
+            dist.all_reduce(total, group=self.group)
+            if total is not own:
+                own.copy_(total)
 
 
-def batch_statistics(rows: Tensor) -> Statistics:
-    """Batch mean and biased variance of the columns of ``rows``, ``(m, C)``.
-
-    Raises:
-        ValueError: a single row, which has no variance.
-    """
-    moments = Moments()
-    for tile in parts(rows, tile_rows(rows.shape[0], rows.shape[1] * rows.element_size(), rows.device)):
-        moments.add(tile)
-    return moments.statistics()
+def batch_statistics(rows: Tensor) -> Tensor:
+    """Batch mean and biased variance of the columns of ``rows``, ``(m, C)``: ``(2, C)``."""
+    found = torch.empty((2, rows.shape[1]), dtype=wide_type(rows.dtype), device=rows.device)
+    passes = implementation(rows.device, rows.dtype)
+    partial = passes.statistics(rows, found, Scratch(rows.device))
+    if partial is not None:
+        merge(partial, *found.unbind(0))
+    return found
 
 
 def check_count(count: int, shape: tuple[int, ...]) -> None:
@@ -178,20 +136,16 @@ class FeatureStatistics:
                 self._append(batch_statistics(self._rows[:, self._known : channels]))
         return Statistics(self._mean[:channels], self._var[:channels])
 
-    def extend(self, start: int, channels: int, new: Statistics) -> None:
-        """Take statistics of ``channels`` channels from ``start`` from whoever had them at hand, if they come next."""
-        if self._known == start:
-            self._append(Statistics(new.mean[:channels], new.var[:channels]))
-
     @property
     def _known(self) -> int:
         return 0 if self._mean is None else self._mean.shape[0]
 
-    def _append(self, new: Statistics) -> None:
-        new = self.exchange.statistics(new)
+    def _append(self, new: Tensor) -> None:
+        self.exchange.statistics(new)
+        mean, var = new.unbind(0)
         # New vectors, not slices of one: what autograd has saved of the old ones stays untouched.
-        self._mean = new.mean if self._mean is None else torch.cat((self._mean, new.mean))
-        self._var = new.var if self._var is None else torch.cat((self._var, new.var))
+        self._mean = mean if self._mean is None else torch.cat((self._mean, mean))
+        self._var = var if self._var is None else torch.cat((self._var, var))
 
 
 def move_running_statistics(moves: Sequence[tuple[nn.Module, Statistics]], count: int) -> None:
@@ -230,62 +184,6 @@ def move_running_statistics(moves: Sequence[tuple[nn.Module, Statistics]], count
         torch._foreach_lerp_(means, batch_means, factor)
         torch._foreach_lerp_(variances, batch_variances, factor)
         torch._foreach_add_(variances, batch_variances, alpha=factor / (count - 1))
-
-
-class FoldedNorm:
-    """A BatchNorm with its statistics, folded into one scale and one shift per channel.
-
-    Args:
-        gamma, beta: the affine parameters, ``(C,)`` each, or ``None`` for one and zero.
-        statistics: of the data, or running ones.
-        eps: added to the variance.
-        batch: whether the statistics are the data's own, so that gradients flow through them.
-    """
-
-    __slots__ = ("batch", "beta", "gamma", "mean", "r", "scale", "shift")
-
-    def __init__(self, gamma: Tensor | None, beta: Tensor | None, statistics: Statistics, eps: float, batch: bool):
-        self.mean, self.batch = statistics.mean, batch
-        self.r = (statistics.var + eps).rsqrt_()
-        self.gamma = torch.ones_like(self.r) if gamma is None else as_type(gamma, self.r.dtype)
-        self.beta = torch.zeros_like(self.r) if beta is None else as_type(beta, self.r.dtype)
-        self.scale = self.gamma * self.r
-        self.shift = torch.addcmul(self.beta, self.mean, self.scale, value=-1)
-
-    def relu(self, x: Tensor, out: Tensor) -> Tensor:
-        """``relu(scale x + shift)`` of the rows ``x``, written to ``out``."""
-        return torch.addcmul(self.shift, x, self.scale, out=out).relu_()
-
-    def add_correction(self, slope: Tensor, level: Tensor, dbeta: Tensor, gamma_dgamma: Tensor, count: int) -> None:
-        """Add what turns ``scale dz`` into BatchNorm's gradient, ``dx = scale dz + slope x + (level - slope mean)``.
-
-        Args:
-            slope, level: ``(C,)``; several norms that read the same channels may add to the same.
-            dbeta: ``Σ dz``.
-            gamma_dgamma: ``gamma dgamma = gamma r Σ dz (x - mean)``.
-            count: m, the values per channel.
-        """
-        slope.addcmul_(self.r * self.r, gamma_dgamma, value=-1.0 / count)
-        level.addcmul_(self.scale, dbeta, value=-1.0 / count)
-
-    def complete_gradient(self, x: Tensor, dx: Tensor, correction: tuple[Tensor, Tensor] | None) -> None:
-        """Turn the rows ``dx`` from ``dz`` into ``scale dz + slope x + level``, rounded once; ``None``: no more."""
-        if correction is None:
-            dx.mul_(self.scale)
-            return
-        slope, level = correction
-        step = tile_rows(dx.shape[0], dx.shape[1] * dx.element_size(), dx.device)
-        scratch = torch.empty((step, dx.shape[1]), dtype=self.scale.dtype, device=dx.device)
-        for x_tile, tile in zip(parts(x, step), parts(dx, step), strict=True):
-            added = torch.addcmul(level, x_tile, slope, out=fit(scratch, tile.shape[0]))
-            torch.addcmul(added, tile, self.scale, out=tile)
-
-    def correction(self, dbeta: Tensor, gamma_dgamma: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
-        """``slope, level`` with ``dx = scale dz + slope x + level``, from this process's sums."""
-        slope, level = torch.zeros((2, *self.mean.shape), dtype=self.mean.dtype, device=self.mean.device)
-        self.add_correction(slope, level, dbeta, gamma_dgamma, exchange.count)
-        slope, level = exchange.sums(slope, level)
-        return slope, level.addcmul_(slope, self.mean, value=-1)
 
 
 class _SumOverProcesses(torch.autograd.Function):
@@ -362,22 +260,54 @@ def batch_norm_reference(
     return synchronised_batch_norm(x, gamma, beta, eps, group)[0]
 
 
+def norm_relu_gradients(
+    x: Tensor,
+    norm: FoldedNorm,
+    pending: Pending,
+    dz: Tensor,
+    exchange: Exchange | None,
+    need_x: bool,
+    scratch: Scratch,
+) -> tuple[Tensor | None, Tensor | None]:
+    """What is left of the way back through a norm alone: the rows ``dz`` become ``dx``; then dgamma and dbeta.
+
+    Args:
+        x: ``(m, C)``, what the norm read.
+        norm: how it ran.
+        pending: of the pass that has given ``dz``.
+        dz: ``(m, C)``, the masked gradient at its output.
+        exchange: where its statistics are the batch's, else ``None``.
+        need_x: whether ``dx`` is wanted.
+        scratch: working memory.
+    """
+    passes = implementation(x.device, x.dtype)
+    sums, count = None, x.shape[0]
+    if exchange is not None:
+        sums, count = norm.mean.new_zeros((2, x.shape[1])), exchange.count
+    gradients = passes.finish_backward(pending, norm, None, count, sums, scratch)
+    if need_x:
+        correction = None
+        if exchange is not None:
+            exchange.sums(sums)
+            correction = Correction(*sums.unbind(0), norm.mean)
+        passes.correct(x, dz, norm.scale, correction, dz, scratch)
+    return gradients.gamma, gradients.beta
+
+
 class _NormReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma, beta, mean, var, eps, exchange):
-        norm = FoldedNorm(gamma, beta, Statistics(mean, var), eps, exchange is not None)
+        passes, scratch = implementation(x.device, x.dtype), Scratch(x.device)
+        norm = passes.fold(mean, var, gamma, beta, eps, exchange is not None, None, 0, scratch)
         z = channels_last_empty(x, x.shape[1])
-        rows, z_rows = as_rows(x), as_rows(z)
-        step = tile_rows(z_rows.shape[0], z_rows.shape[1] * z.element_size(), x.device)
-        for x_tile, z_tile in zip(parts(rows, step), parts(z_rows, step), strict=True):
-            norm.relu(x_tile, out=z_tile)
-        ctx.save_for_backward(x, gamma, beta, mean, var, z)
+        passes.norm_relu(as_rows(x), norm, as_rows(z), scratch)
+        ctx.save_for_backward(x, gamma, beta, mean, var)
         ctx.eps, ctx.exchange = eps, exchange
         return z
 
     @staticmethod
     def backward(ctx, dz):
-        x, gamma, beta, mean, var, z = ctx.saved_tensors
+        x, gamma, beta, mean, var = ctx.saved_tensors
         exchange, batch = ctx.exchange, ctx.exchange is not None
         need_x, need_gamma, need_beta = ctx.needs_input_grad[:3]
         if must_rebuild(dz):
@@ -388,26 +318,17 @@ class _NormReLU(torch.autograd.Function):
             )  # fmt: skip
             return *gradients, None, None, None, None
 
-        norm = FoldedNorm(gamma, beta, Statistics(mean, var), ctx.eps, batch)
-        need_sums = need_gamma or need_beta or batch
-        dx = channels_last_empty(x, x.shape[1])
-        rows, z_rows, dz_rows, dx_rows = as_rows(x), as_rows(z), as_rows(dz), as_rows(dx)
-        step = tile_rows(dx_rows.shape[0], dx_rows.shape[1] * dx.element_size(), x.device)
-        tiles = [parts(t, step) for t in (rows, z_rows, dz_rows, dx_rows)]
-        sum_dz, sum_dz_x = torch.zeros_like(mean), torch.zeros_like(mean)  # Σ dz and Σ dz (x - mean)
-        for x_tile, z_tile, dz_tile, dx_tile in zip(*tiles, strict=True):
-            masked_gradient(dz_tile, z_tile, 0, grad_input=dx_tile)
-            if need_sums:
-                sum_dz += dx_tile.sum(0, dtype=mean.dtype)
-                sum_dz_x += torch.sub(x_tile, mean).mul_(dx_tile).sum(0)
-        sum_dz_x *= norm.r
-        dgamma = sum_dz_x.to(gamma.dtype) if need_gamma else None
-        dbeta = sum_dz.to(beta.dtype) if need_beta else None
-        if not need_x:
-            return None, dgamma, dbeta, None, None, None, None
-        correction = norm.correction(sum_dz, sum_dz_x * norm.gamma, exchange) if batch else None
-        norm.complete_gradient(rows, dx_rows, correction)
-        return dx, dgamma, dbeta, None, None, None, None
+        passes, scratch = implementation(x.device, x.dtype), Scratch(x.device)
+        norm = passes.fold(mean, var, gamma, beta, ctx.eps, batch, None, 0, scratch)
+        dx, rows = channels_last_empty(x, x.shape[1]), as_rows(x)
+        dx_rows = as_rows(dx)
+        grad = dz.flatten(2).transpose(1, 2)
+        need = Need(need_gamma or need_beta or batch)
+        pending = passes.norm_relu_backward(rows, norm, grad, dx_rows, None, need, scratch)
+        dgamma, dbeta = norm_relu_gradients(rows, norm, pending, dx_rows, exchange, need_x, scratch)
+        return (
+            dx if need_x else None, dgamma if need_gamma else None, dbeta if need_beta else None, None, None, None, None
+        )  # fmt: skip
 
 
 def norm_relu_reference(

@@ -30,9 +30,11 @@ BN-ReLU.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,18 +43,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch_norm import (
-    Exchange, FeatureStatistics, FoldedNorm, Moments, Statistics, batch_norm_reference, check_count, masked_gradient,
-    move_running_statistics, synchronised_over, uses_batch_statistics,
+    Exchange, Statistics, batch_norm_reference, check_count, move_running_statistics, synchronised_over,
+    uses_batch_statistics,
 )  # fmt: skip
-from .conv3x3 import ConvBackward, add_product, as_images, as_kernel, conv_forward, forward_weight
+from .conv3x3 import as_images
+from .device import products_as_convolutions
 from .modules import part, tensor
-from .overrides import is_fake, overridable
+from .overrides import overridable
+from .passes import Correction, FoldedNorm, Gradients, Need, Partial, Pending, implementation, merge, wide_type
 from .rebuild import must_rebuild, rebuilt_gradients
 from .storage import FeatureBuffer, append, as_rows, channels_last_empty, columns
-from .tiles import Scratch, as_type, fit, parts, tile_rows
-
-# gamma dgamma = Σ W dW - beta dbeta loses log2(|beta dbeta| / |gamma dgamma|) bits; beyond this, it is summed directly.
-LEAST_GAMMA_OVER_BETA = 0.02
+from .tiles import Scratch, tile_rows
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,6 @@ class NormCall:
     def groups(self) -> set[dist.ProcessGroup | None]:
         """What it asks of the block's other norms: nothing where it takes no batch statistics."""
         return {self.group} if self.batch else set()
-
-    def fold(self, gamma: Tensor, beta: Tensor, statistics: Statistics | None) -> FoldedNorm:
-        if statistics is None:
-            statistics = Statistics.running(self.module)
-        return FoldedNorm(gamma, beta, statistics, self.eps, self.batch)
 
 
 @dataclass(frozen=True)
@@ -111,11 +107,22 @@ class BlockCall:
     keep_conv1: bool
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The processes over which its norms, all of them, take their batch statistics."""
+    def batch_norms(self) -> list[NormCall]:
+        """Those of its norms, the tail's included, that take batch statistics."""
         norms = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
         norms.append(self.tail and self.tail.norm)
-        return next((norm.group for norm in norms if norm is not None and norm.batch), None)
+        return [norm for norm in norms if norm is not None and norm.batch]
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The processes over which its norms, all of them, take their batch statistics."""
+        return next((norm.group for norm in self.batch_norms), None)
+
+    @property
+    def last_reader(self) -> int:
+        """The last layer that reads the block's features through batch statistics, the tail counting as one; or -1."""
+        readers = [layer.norm1 for layer in self.layers] + ([self.tail.norm] if self.tail else [])
+        return max((i for i, norm in enumerate(readers) if norm.batch), default=-1)
 
     def split(self, parameters: Sequence) -> tuple[list[Sequence], Sequence]:
         """The parameters by layer, and the tail's: gamma, beta, weight of one norm and convolution after another."""
@@ -197,235 +204,163 @@ class _KeptLayer:
 class _Kept:
     exchange: Exchange
     layers: list[_KeptLayer]
+    statistics: Tensor  # mean and variance of the block's channels, and behind them of every conv1's
     tail: FoldedNorm | None = None
 
 
-class _Pass:
-    """Geometry and working memory of one pass over a block's buffer."""
+class _Geometry:
+    """A block's buffer as a matrix, and which of its columns, or of the statistics', belong to whom."""
 
-    def __init__(self, features: Tensor):
-        self.features = features
-        self.rows = as_rows(features)
+    def __init__(self, features: Tensor, channels: int, call: BlockCall, groups: Sequence[Sequence[Tensor]]):
+        self.features, self.rows = features, as_rows(features)
         self.sizes = tuple(features.shape[2:])
-        self.image = math.prod(self.sizes)
         self.dtype, self.device = features.dtype, features.device
-        self.scratch = Scratch(features.device)
+        self.passes = implementation(self.device, self.dtype)
+        self.scratch = Scratch(self.device)
+        self._starts = list(itertools.accumulate((p[-1].shape[0] for p in groups), initial=channels))
+        self.total = self._starts[-1]
+        widths = (0 if layer.norm2 is None else p[2].shape[0] for layer, p in zip(call.layers, groups, strict=True))
+        self._inner = list(itertools.accumulate(widths, initial=self.total))
+        self.channels = self._inner[-1]
+        # How many channels norms read through the batch's statistics.
+        self.through_statistics = self._starts[call.last_reader] if call.last_reader >= 0 else 0
 
-    def step(self, width: int, unit: int = 1) -> int:
-        """Rows of a tile for a pass that works on ``width`` channels."""
-        return tile_rows(self.rows.shape[0], width * self.features.element_size(), self.device, unit)
+    def read(self, i: int) -> tuple[int, int]:
+        """The channels that layer ``i`` reads; the tail counts as a layer."""
+        return 0, self._starts[i]
 
-    def image_step(self, width: int) -> int:
-        """The same for whole images."""
-        return self.step(width, self.image)
+    def own(self, i: int) -> tuple[int, int]:
+        """The channels that layer ``i`` writes."""
+        return self._starts[i], self._starts[i + 1]
 
-    def take(self, name: str, rows: int, width: int) -> Tensor:
-        return self.scratch.take(name, rows, width, self.dtype)
+    def inner(self, i: int) -> tuple[int, int]:
+        """The channels between its convolutions, which stand behind the block's in its statistics."""
+        return self._inner[i], self._inner[i + 1]
 
-    def cast(self, weight: Tensor) -> Tensor:
-        return as_type(weight, self.dtype)
+    def matrix(self, name: str, width: int) -> Tensor:
+        """Working memory with a row for every row of the buffer."""
+        return self.scratch.take(name, self.rows.shape[0], width, self.dtype)
 
-
-def _conv1_forward(
-    run: _Pass, x: Tensor, norm: FoldedNorm, weight: Tensor, out: Tensor, moments: Moments | None
-) -> None:
-    """``out = relu(norm(x)) W1ᵀ``."""
-    transposed = run.cast(weight).flatten(1).t()
-    step = run.step(x.shape[1])
-    scratch = run.take("activations", step, x.shape[1])
-    for x_tile, b_tile in zip(parts(x, step), parts(out, step), strict=True):
-        z = norm.relu(x_tile, out=fit(scratch, x_tile.shape[0]))
-        torch.mm(z, transposed, out=b_tile)
-        if moments is not None:
-            moments.add(b_tile)
+    def factor(self, i: int, rate: float, state: Tensor | None) -> Tensor | None:
+        """Dropout's factors for what layer ``i`` writes, as the passes take them, ``(n, hw, k)``."""
+        if not rate:
+            return None
+        start, stop = self.own(i)
+        shape = (self.features.shape[0], stop - start, *self.sizes)
+        return _dropout_noise(shape, self.dtype, self.device, rate, state).flatten(2).transpose(1, 2)
 
 
-def _forward(buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: Sequence[Tensor], keep: bool):
-    """Fill the buffer behind its first ``channels`` channels; returns the output and what the backward needs."""
-    run = _Pass(buffer.tensor)
-    rows, count = run.rows, run.rows.shape[0]
-    statistics = FeatureStatistics(buffer.tensor, call.group)
-    exchange = statistics.exchange
-    moves = []
+class _Forward:
+    """The forward pass of one block, from its first layer to its tail.
 
-    def fold(norm: NormCall, gamma: Tensor, beta: Tensor, moments: Moments | None = None) -> FoldedNorm:
-        used = None
-        if norm.batch:
-            check_count(exchange.count, tuple(buffer.tensor.shape))
-            used = statistics.first(channels) if moments is None else exchange.statistics(moments.statistics())
-            moves.append((norm.module, used))
-        return norm.fold(gamma, beta, used)
+    Args:
+        buffer: holds the input in its first channels; the layers' outputs are written behind.
+        channels: C_0.
+        call: the layers.
+        parameters: their tensors.
+        keep: whether a backward pass will follow.
+    """
 
-    readers = [layer.norm1 for layer in call.layers] + ([call.tail.norm] if call.tail else [])
-    last_reader = max((i for i, norm in enumerate(readers) if norm.batch), default=0)
-    kept = _Kept(exchange, [])
-    groups, tail_parameters = call.split(parameters)
-    for i, (layer, p) in enumerate(zip(call.layers, groups, strict=True)):
-        layer_kept = _KeptLayer(fold(layer.norm1, p[0], p[1]))
-        source, norm = columns(rows, 0, channels), layer_kept.norm1
+    def __init__(self, buffer: FeatureBuffer, channels: int, call: BlockCall, parameters: Sequence[Tensor], keep: bool):
+        self.buffer, self.call, self.keep = buffer, call, keep
+        self.groups, self.tail_parameters = call.split(parameters)
+        self.of = of = _Geometry(buffer.tensor, channels, call, self.groups)
+        self.exchange = Exchange(call.group, of.rows.shape[0], of.device)
+        channels = of.channels if call.batch_norms else 0
+        self.statistics = torch.empty((2, channels), dtype=wide_type(of.dtype), device=of.device)
+        self.new: tuple[int, Partial] | None = None  # statistics that :meth:`fold` is to finish, and where they are
+        self.moves: list[tuple[nn.Module, Statistics]] = []
+        self.kept = _Kept(self.exchange, [], self.statistics)
+
+    def run(self) -> Tensor:
+        of = self.of
+        start, stop = of.read(0)
+        if of.through_statistics:
+            place = self.statistics[:, start:stop]
+            self.take(start, place, of.passes.statistics(columns(of.rows, start, stop), place, of.scratch))
+        for i, (layer, p) in enumerate(zip(self.call.layers, self.groups, strict=True)):
+            self.kept.layers.append(self.layer(i, layer, p))
+        return self.tail()
+
+    def layer(self, i: int, layer: LayerCall, p: Sequence[Tensor]) -> _KeptLayer:
+        """Layer ``i``, from the columns it reads to those it writes."""
+        of, passes = self.of, self.of.passes
+        (start, stop), (own_start, own_stop) = of.read(i), of.own(i)
+        source, y = columns(of.rows, start, stop), columns(of.rows, own_start, own_stop)
+        kept = _KeptLayer(self.fold(layer.norm1, p[0], p[1], start, stop))
+        norm = kept.norm1
         if layer.norm2 is not None:
-            width = p[2].shape[0]
-            if keep and call.keep_conv1:
-                b = layer_kept.conv1 = torch.empty((count, width), dtype=run.dtype, device=run.device)
+            start, stop = of.inner(i)
+            if self.keep and self.call.keep_conv1:
+                b = kept.conv1 = torch.empty((of.rows.shape[0], stop - start), dtype=of.dtype, device=of.device)
             else:
-                b = run.take("b", count, width)
-            moments = Moments() if layer.norm2.batch else None
-            _conv1_forward(run, source, norm, p[2], b, moments)
-            layer_kept.norm2 = fold(layer.norm2, p[3], p[4], moments)
-            source, norm = b, layer_kept.norm2
+                b = of.matrix("b", stop - start)
+            place = self.statistics[:, start:stop] if layer.norm2.batch else None
+            self.take(start, place, passes.conv1x1_forward(source, norm, p[2], None, b, place, of.scratch))
+            kept.norm2 = norm = self.fold(layer.norm2, p[3], p[4], start, stop)
+            source = b
+        if layer.drop_rate and self.keep:
+            kept.random_state = _random_state(of.device)
+        factor = of.factor(i, layer.drop_rate, None)
+        place = self.statistics[:, own_start:own_stop] if own_stop <= of.through_statistics else None
+        new = passes.conv3x3_forward(source, norm, p[-1], None, factor, of.sizes, y, place, of.scratch)
+        self.take(own_start, place, new)
+        return kept
 
-        k, width = p[-1].shape[:2]
-        step = run.image_step(width)
-        noise = itertools.repeat(None)
-        if layer.drop_rate:
-            if keep:
-                layer_kept.random_state = _random_state(run.device)
-            shape = (run.features.shape[0], k, *run.sizes)
-            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, layer.drop_rate, None))
-            noise = parts(noise, step)
-        weight = forward_weight(run.cast(p[-1]))
-        scratch = run.take("activations", step, width)
-        new = columns(rows, channels, channels + k)
-        moments = Moments() if i < last_reader and not layer.drop_rate else None
-        for x, y, factor in zip(parts(source, step), parts(new, step), noise):  # noqa: B905 - noise may repeat
-            a = norm.relu(x, out=fit(scratch, x.shape[0]))
-            conv = conv_forward(a, weight, run.sizes)
-            if factor is None:
-                y.copy_(columns(conv, 0, k))
-                if moments is not None:
-                    moments.add(conv)  # contiguous and hot, unlike y
-            else:
-                torch.mul(columns(conv, 0, k), factor, out=y)
-            del conv  # before the next tile's is made
-        if moments is not None:
-            statistics.extend(channels, k, moments.statistics())
-        channels += k
-        kept.layers.append(layer_kept)
+    def tail(self) -> Tensor:
+        """What the block gives: its features, or what the tail makes of them."""
+        of, tail = self.of, self.call.tail
+        if tail is not None:
+            start, stop = of.read(len(self.groups))
+            norm = self.kept.tail = self.fold(tail.norm, *self.tail_parameters[:2], start, stop)
+        move_running_statistics(self.moves, self.exchange.count)
+        if tail is None:
+            return self.buffer.first(of.total)
+        if tail.pool is None and not tail.channels_last:
+            out = torch.empty(of.features.shape, dtype=of.dtype, device=of.device)
+            image = math.prod(of.sizes)
+            step = tile_rows(of.rows.shape[0], of.total * of.rows.element_size(), of.device, image)
+            for x, images in zip(of.rows.split(step), out.split(step // image), strict=True):
+                z = of.scratch.take("activations", x.shape[0], of.total, of.dtype)
+                of.passes.norm_relu(x, norm, z, of.scratch)
+                images.copy_(as_images(z, of.sizes))
+            return out
+        if tail.pool is None:
+            out = channels_last_empty(of.features, of.total)
+            of.passes.norm_relu(of.rows, norm, as_rows(out), of.scratch)
+            return out
+        weight = self.tail_parameters[2]
+        pooled = (size // window for size, window in zip(of.sizes, tail.pool, strict=True))
+        shape = (of.features.shape[0], *pooled, weight.shape[0])
+        out = torch.empty(shape, dtype=of.dtype, device=of.device)
+        rows = out.view(-1, weight.shape[0])
+        of.passes.transition_forward(of.rows, norm, weight, None, tail.pool, of.sizes, rows, of.scratch)
+        return out.movedim(-1, 1)
 
-    if call.tail is not None:
-        kept.tail = fold(call.tail.norm, *tail_parameters[:2])
-    move_running_statistics(moves, exchange.count)
-    if call.tail is None:
-        return buffer.first(channels), kept
-    if call.tail.pool is None and not call.tail.channels_last:
-        out = torch.empty(run.features.shape, dtype=run.dtype, device=run.device)
-        step = run.image_step(channels)
-        scratch = run.take("activations", step, channels)
-        for x, images in zip(parts(rows, step), out.split(step // run.image), strict=True):
-            images.copy_(as_images(kept.tail.relu(x, out=fit(scratch, x.shape[0])), run.sizes))
-        return out, kept
-    if call.tail.pool is None:
-        out = channels_last_empty(run.features, channels)
-        out_rows = as_rows(out)
-        step = run.step(channels)
-        for x, z in zip(parts(rows, step), parts(out_rows, step), strict=True):
-            kept.tail.relu(x, out=z)
-        return out, kept
-    pooling = _Pooling(run, call.tail.pool)
-    weight = run.cast(tail_parameters[2]).flatten(1).t() / pooling.window
-    out = torch.empty(
-        (run.features.shape[0], *pooling.sizes, weight.shape[1]), dtype=run.dtype, device=run.device
-    ).movedim(-1, 1)
-    out_rows = as_rows(out)
-    step = run.image_step(channels)
-    scratch = run.take("activations", step, channels)
-    for x, y in zip(parts(rows, step), parts(out_rows, pooling.pooled(step)), strict=True):
-        z = kept.tail.relu(x, out=fit(scratch, x.shape[0]))
-        torch.mm(pooling.sums(z), weight, out=y)
-    return out, kept
+    def take(self, start: int, place: Tensor | None, new: Partial | None) -> None:
+        """A pass has taken statistics: they stand in ``place``, from ``start`` on, or ``new`` is still to be merged."""
+        if self.exchange.group is not None and place is not None:
+            if new is not None:
+                merge(new, *place.unbind(0))
+            self.exchange.statistics(place)
+        elif new is not None:
+            self.new = start, new
 
-
-class _Pooling:
-    """Average pooling without overlap on the rows of whole images, as sums; the division is folded into the weight."""
-
-    def __init__(self, run: _Pass, pool: tuple[int, ...]):
-        self._run, self._pool = run, pool
-        self.sizes = tuple(s // p for s, p in zip(run.sizes, pool, strict=True))
-        self.image = math.prod(self.sizes)
-        self.window = math.prod(pool)
-        self.covers_all = all(s % p == 0 for s, p in zip(run.sizes, pool, strict=True))
-
-    def pooled(self, rows: int) -> int:
-        """How many rows that many rows of whole images become."""
-        return rows // self._run.image * self.image
-
-    def windows(self, z: Tensor) -> list[Tensor]:
-        """Views of the rows ``z``, one for every place in the window: ``(n, *pooled sizes, C)`` each."""
-        views = [z.view(-1, *self._run.sizes, z.shape[1])]
-        for dim, (size, step) in enumerate(zip(self.sizes, self._pool, strict=True), start=1):
-            views = [
-                v.narrow(dim, 0, size * step).unflatten(dim, (size, step)).select(dim + 1, place)
-                for v in views
-                for place in range(step)
-            ]
-        return views
-
-    def sums(self, z: Tensor) -> Tensor:
-        """The sum over each window, as rows, added up in float32 or wider."""
-        first, *others = self.windows(z)
-        if not others:
-            return z
-        wide = torch.promote_types(z.dtype, torch.float32)
-        sums = self._run.scratch.take("pooled", first[..., 0].numel(), z.shape[1], wide)
-        images = sums.view(first.shape)
-        torch.add(first, others[0], out=images)
-        for other in others[1:]:
-            images.add_(other)
-        return as_type(sums, z.dtype)
-
-    def mask_gradient(self, dp: Tensor, z: Tensor) -> Tensor:
-        """``dz`` in the place of ``z``: the gradient of each window's sum where z is positive, else zero."""
-        if not self.covers_all:
-            rest = z.view(-1, *self._run.sizes, z.shape[1])
-            for dim, (size, step) in enumerate(zip(self.sizes, self._pool, strict=True), start=1):
-                rest.narrow(dim, size * step, rest.shape[dim] - size * step).zero_()
-        windows = self.windows(z)
-        dp = dp.view(windows[0].shape)
-        for window in windows:
-            masked_gradient(dp, window, 0, grad_input=window)
-        return z
-
-
-class _GradientSums:
-    """``dbeta`` and ``gamma dgamma`` of one BatchNorm, summed over the tiles."""
-
-    def __init__(self, norm: FoldedNorm, short_cut: bool):
-        self._norm, self._short_cut = norm, short_cut
-        self.dbeta: Tensor | None = None
-        self._direct: Tensor | None = None
-
-    def add(self, dz: Tensor, x: Tensor) -> None:
-        """A tile's masked gradient, and the rows the norm read."""
-        dbeta = dz.sum(0, dtype=self._norm.mean.dtype)
-        self.dbeta = dbeta if self.dbeta is None else self.dbeta.add_(dbeta)
-        if not self._short_cut:
-            direct = torch.sub(x, self._norm.mean).mul_(dz).sum(0)
-            self._direct = direct if self._direct is None else self._direct.add_(direct)
-
-    def finish(self, product: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``dgamma`` and ``gamma dgamma``, given ``Σ W dW`` per channel for the short cut."""
-        gamma = self._norm.gamma
-        if self._direct is not None:
-            dgamma = self._direct.mul_(self._norm.r)
-            return dgamma, gamma * dgamma
-        gamma_dgamma = product.addcmul(self._norm.beta, self.dbeta, value=-1)
-        return gamma_dgamma / gamma, gamma_dgamma
-
-
-def _accurate_short_cuts(run: _Pass, norms: Sequence[FoldedNorm]) -> set[FoldedNorm]:
-    """The norms whose ``gamma dgamma`` may come from the weight's gradient; asked once, as answers are waited for."""
-    # On an accelerator the wait would be long, and the direct sums cost it little.
-    if run.device.type != "cpu" or run.dtype not in (torch.float32, torch.float64):
-        return set()
-    if is_fake(run.features):  # no values, hence none in doubt: what runs is what mostly does
-        return set(norms)
-    gamma, beta = torch.cat([n.gamma for n in norms]), torch.cat([n.beta for n in norms])
-    doubtful = gamma.abs() <= beta.abs() * LEAST_GAMMA_OVER_BETA
-    if not doubtful.any():
-        return set(norms)
-    ends = torch.tensor(list(itertools.accumulate(n.gamma.shape[0] for n in norms)))
-    excluded = set(torch.bucketize(torch.nonzero(doubtful).flatten(), ends, right=True).unique().tolist())
-    return {norm for i, norm in enumerate(norms) if i not in excluded}
+    def fold(self, norm: NormCall, gamma: Tensor, beta: Tensor, start: int, stop: int) -> FoldedNorm:
+        """The norm of the channels whose statistics stand there, with the newest of them finished."""
+        of, (at, new) = self.of, self.new or (start, None)
+        self.new = None
+        if not norm.batch:
+            if new is not None:
+                merge(new, *self.statistics[:, at : at + new.values.shape[2]].unbind(0))
+            mean, var = norm.module.running_mean, norm.module.running_var
+            return of.passes.fold(mean, var, gamma, beta, norm.eps, False, None, 0, of.scratch)
+        if self.exchange.count <= 1:
+            sizes = of.sizes[1:] if tuple(self.groups[0][-1].shape[2:]) == (1, 3) else of.sizes  # what the block was given
+            check_count(self.exchange.count, (of.features.shape[0], stop - start, *sizes))
+        mean, var = self.statistics[:, start:stop].unbind(0)
+        self.moves.append((norm.module, Statistics(mean, var)))
+        return of.passes.fold(mean, var, gamma, beta, norm.eps, True, new, at - start, of.scratch)
 
 
 class _Backward:
@@ -441,248 +376,133 @@ class _Backward:
     """
 
     def __init__(self, features, channels, call, parameters, kept, needed):
-        self.run = _Pass(features)
         self.call, self.kept = call, kept
         self.groups, self.tail_parameters = call.split(parameters)
         self.needs, self.tail_needs = call.split(needed[1:])
+        self.of = of = _Geometry(features, channels, call, self.groups)
         # Gradients of features are wanted from the first one that depends on something trainable: the input, or the
         # output of the first layer with a parameter to train. Columns before it have no place in G.
         self.first = 0
-        starts = [channels]
-        for p in self.groups:
-            starts.append(starts[-1] + p[-1].shape[0])
-        self.starts = starts
         if not needed[0]:
-            trainable = [start for start, need in zip(starts, self.needs, strict=False) if any(need)]
-            self.first = trainable[0] if trainable else starts[-1]
-        total = starts[-1]
-        self.G = channels_last_empty(features, total - self.first)
+            trainable = (of.own(i)[0] for i, need in enumerate(self.needs) if any(need))
+            self.first = next(trainable, of.total)
+        self.G = channels_last_empty(features, of.total - self.first)
         self.g_rows = as_rows(self.G)
-        dtype = torch.promote_types(features.dtype, torch.float32)
-        self.slope = torch.zeros(total, dtype=dtype, device=features.device)
-        self.level = torch.zeros_like(self.slope)
-        norms = [n for k in kept.layers for n in (k.norm1, k.norm2) if n is not None]
-        readers = [norm for norm in (*(k.norm1 for k in kept.layers), kept.tail) if norm is not None and norm.batch]
-        # Batch means of the channels; of those that no norm has read there is none, and no correction.
-        self.mean = max((norm.mean for norm in readers), key=len, default=None)
-        self.accurate = _accurate_short_cuts(self.run, norms if kept.tail is None else [*norms, kept.tail])
-
-    def gradient(self, start: int, stop: int) -> Tensor:
-        """The columns of G for these channels."""
-        return columns(self.g_rows, start - self.first, stop - self.first)
-
-    def defer(self, norm: FoldedNorm, sums: _GradientSums, gamma_dgamma: Tensor) -> None:
-        """Note BatchNorm's correction for the channels it read; :meth:`write_gradient` applies it."""
-        if norm.batch:
-            slope, level = self.slope[: len(norm.mean)], self.level[: len(norm.mean)]
-            norm.add_correction(slope, level, sums.dbeta, gamma_dgamma, self.kept.exchange.count)
-
-    def write_gradient(self, start: int, stop: int, step: int) -> Iterator[Callable[[Tensor], Tensor]]:
-        """For every tile, what writes the complete gradient of channels whose readers are done to a given place."""
-        corrects = self.mean is not None and stop <= self.mean.shape[0]
-        if corrects:
-            slope, level = self.kept.exchange.sums(self.slope[start:stop], self.level[start:stop])
-            level.addcmul_(slope, self.mean[start:stop], value=-1)
-        for x, g in zip(
-            parts(columns(self.run.rows, start, stop), step), parts(self.gradient(start, stop), step), strict=True
-        ):
-
-            def write(out: Tensor, x: Tensor = x, g: Tensor = g) -> Tensor:
-                if not corrects:  # nothing to add, and zero times an infinite feature would not be nothing
-                    return out.copy_(g.view(out.shape))
-                return torch.addcmul(level, x.view(out.shape), slope, out=out).add_(g.view(out.shape))
-
-            yield write
+        self.correction = torch.zeros_like(kept.statistics)  # slope and level of every channel
+        norms = [norm for layer in kept.layers for norm in (layer.norm1, layer.norm2)]
+        norms = [norm for norm in (*norms, kept.tail) if norm is not None]
+        self.short_cuts = of.passes.short_cuts(norms, of.dtype)
 
     def tail(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Fill G from the gradient of what the tail gave; returns the tail's parameter gradients."""
-        run, call, total = self.run, self.call.tail, self.starts[-1]
+        of, call, norm = self.of, self.call.tail, self.kept.tail
         if call is None:
             self.G.copy_(grad[:, self.first :])
             return ()
-        norm = self.kept.tail
-        need_gamma, need_beta, *need_weight = self.tail_needs
-        need_dx = self.first < total
-        grad_rows = as_rows(grad)
-        pooling = None
-        dw = None
-        if call.pool is not None:
-            pooling = _Pooling(run, call.pool)
-            weight = run.cast(self.tail_parameters[2]).flatten(1) / pooling.window
-        need_sums = need_gamma or need_beta or (need_dx and norm.batch)
-        sums = _GradientSums(norm, any(need_weight) and norm in self.accurate) if need_sums else None
-        step = run.image_step(total)
-        scratch = run.take("activations", step, total)
-        grad_step = step if pooling is None else pooling.pooled(step)
-        for x, g, dout in zip(
-            parts(run.rows, step), parts(self.g_rows, step), parts(grad_rows, grad_step), strict=True
-        ):
-            z = norm.relu(x, out=fit(scratch, x.shape[0]))
-            if pooling is None:
-                dz = masked_gradient(dout, z, 0, grad_input=z)
-            else:
-                if need_weight[0]:
-                    dw = add_product(dw, dout.t(), pooling.sums(z))
-                if not (need_sums or need_dx):
-                    continue
-                dp = torch.mm(dout, weight, out=run.take("gradients", dout.shape[0], total))
-                dz = pooling.mask_gradient(dp, z)
-            if sums is not None:
-                sums.add(dz, x)
-            if need_dx:
-                torch.mul(dz[:, self.first :], norm.scale[self.first :], out=g)
-        gradients = [None, None]
-        if sums is not None:
-            dgamma, gamma_dgamma = sums.finish(None if dw is None else (dw * weight).sum(0))
-            gradients = [dgamma if need_gamma else None, sums.dbeta if need_beta else None]
-            if need_dx:
-                self.defer(norm, sums, gamma_dgamma)
-        if pooling is not None:
-            gradients.append(None if dw is None else as_kernel(dw / pooling.window, self.tail_parameters[2]))
-        return tuple(gradients)
+        grad = grad.flatten(2).transpose(1, 2)
+        channels = of.read(len(self.groups))
+        g, first = self.gradient(*channels)
+        need = self.need(norm, g is not None, *self.tail_needs)
+        weight = None
+        if call.pool is None:
+            pending = of.passes.norm_relu_backward(of.rows, norm, grad, g, first, need, of.scratch)
+        else:
+            weight = self.tail_parameters[2]
+            pending = of.passes.transition_backward(
+                of.rows, norm, weight, grad, call.pool, of.sizes, g, first, need, of.scratch
+            )
+        return self.finish(pending, norm, weight, channels, g is not None)[: len(self.tail_needs)]
 
     def layer(self, i: int) -> tuple[Tensor | None, ...]:
         """One layer, whose readers are all done: adds into G what its input gets; returns its parameters' gradients."""
-        run, call, kept, p = self.run, self.call.layers[i], self.kept.layers[i], self.groups[i]
-        start = self.starts[i]
-        need_dx = self.first < start
-        need = list(self.needs[i])
-        if not (need_dx or any(need)):
-            return (None,) * len(need)
-        if call.norm2 is None:
-            return self._neighbourhood(i, columns(run.rows, 0, start), kept.norm1, p, need, need_dx, sink=None)
+        of, passes, p, needs = self.of, self.of.passes, self.groups[i], self.needs[i]
+        call, kept = self.call.layers[i], self.kept.layers[i]
+        norm1, norm2 = kept.norm1, kept.norm2
+        read, own, inner = of.read(i), of.own(i), of.inner(i)
+        g, first = self.gradient(*read)
+        if g is None and not any(needs):
+            return (None,) * len(needs)
+        x, y, (dy, _) = columns(of.rows, *read), columns(of.rows, *own), self.gradient(*own)
+        correction = self.correction_of(*own)
+        factor = of.factor(i, call.drop_rate, kept.random_state)
+        if norm2 is None:
+            pending = passes.conv3x3_backward(
+                x, norm1, p[2], y, dy, correction, factor, of.sizes, g, first,
+                self.need(norm1, g is not None, *needs), of.scratch,
+            )  # fmt: skip
+            return self.finish(pending, norm1, p[2], read, g is not None)[:3]
 
-        width = p[2].shape[0]
+        width = inner[1] - inner[0]
         b = kept.conv1
         if b is None:
-            b = run.take("b", run.rows.shape[0], width)
-            _conv1_forward(run, columns(run.rows, 0, start), kept.norm1, p[2], b, None)
-        need_db = need_dx or any(need[:3])
-        da = run.take("da", run.rows.shape[0], width) if need_db else None
-        second = self._neighbourhood(i, b, kept.norm2, p[3:], need[3:], need_db, sink=da)
-        first = self._conv1(start, kept.norm1, p[:3], need[:3], need_dx, kept.norm2, b, da) if need_db else (None,) * 3
-        return first + second
-
-    def _neighbourhood(self, i, source, norm, p, need, need_dx, sink) -> tuple[Tensor | None, ...]:
-        """``conv3x3(relu(norm(source)))`` backwards.
-
-        If the source is the buffer itself, ``scale dz`` is added into G. Else ``dz`` is written to ``sink``, and what
-        :meth:`_conv1` needs to complete it is left in ``self.correction2``.
-        """
-        run, call = self.run, self.call.layers[i]
-        gamma, beta, weight = p
-        need_gamma, need_beta, need_weight = need
-        k, width = weight.shape[:2]
-        need_sums = need_gamma or need_beta or (need_dx and norm.batch)
-        need_input = need_sums or need_dx
-        conv = ConvBackward(run.cast(weight), run.sizes, run.scratch, need_input)
-        sums = _GradientSums(norm, need_weight and norm in self.accurate) if need_sums else None
-        step = run.image_step(width)
-        noise = itertools.repeat(None)
-        if call.drop_rate:
-            shape = (run.features.shape[0], k, *run.sizes)
-            state = self.kept.layers[i].random_state
-            noise = as_rows(_dropout_noise(shape, run.dtype, run.device, call.drop_rate, state))
-            noise = parts(noise, step)
-        scratch = run.take("activations", step, width)
-        # Where dz goes, tile by tile: to the sink, or, scaled, into G.
-        places = itertools.repeat(None)
-        if sink is not None or need_dx:
-            places = parts(self.gradient(self.first, width) if sink is None else sink, step)
-        write_own = self.write_gradient(self.starts[i], self.starts[i + 1], step)
-        for x, write, factor, place in zip(parts(source, step), write_own, noise, places):  # noqa: B905 - some repeat
-            dy, inside = conv.bordered(x.shape[0] // run.image)
-            write(inside)
-            if factor is not None:
-                inside.mul_(factor.view(inside.shape))
-            a = norm.relu(x, out=fit(scratch, x.shape[0]))
-            if need_weight:
-                conv.add_weight(dy, a)
-            if not need_input:
-                continue
-            da = conv.input(dy, inside, a)
-            dz = masked_gradient(da, a, 0, grad_input=a if sink is None else place)
-            if sums is not None:
-                sums.add(dz, x)
-            if sink is None and need_dx:
-                place.addcmul_(dz[:, self.first :], norm.scale[self.first :])
-            del da, dz  # before the next tile's are made
-        dweight = conv.weight() if need_weight else None
-        dgamma = gamma_dgamma = None
-        if sums is not None:
-            product = None
-            if need_weight:
-                product = (dweight * weight).sum(tuple(d for d in range(weight.dim()) if d != 1))
-            dgamma, gamma_dgamma = sums.finish(product)
-            if need_dx:
-                if sink is None:
-                    self.defer(norm, sums, gamma_dgamma)
-                elif norm.batch:
-                    self.correction2 = norm.correction(sums.dbeta, gamma_dgamma, self.kept.exchange)
-        return dgamma if need_gamma else None, sums.dbeta if need_beta else None, dweight
-
-    def _conv1(self, start, norm, p, need, need_dx, norm2, b, da) -> tuple[Tensor | None, ...]:
-        """``conv1x1(relu(norm(X)))`` backwards, from ``da``, the masked gradient at the second BatchNorm's output."""
-        run = self.run
-        gamma, beta, weight = p
-        need_gamma, need_beta, need_weight = need
-        need_sums = need_gamma or need_beta or (need_dx and norm.batch)
-        matrix = run.cast(weight).flatten(1)
-        dw = None
-        sums = _GradientSums(norm, need_weight and norm in self.accurate) if need_sums else None
-        width, first = matrix.shape[0], self.first
-        step = run.step(start)
-        z_scratch, dz_scratch = run.take("activations", step, start), run.take("gradients", step, start)
-        db_scratch = run.take("db", step, width)
-        places = parts(self.gradient(first, start), step) if need_dx else itertools.repeat(None)
-        sources = (parts(columns(run.rows, 0, start), step), parts(b, step), parts(da, step), places)
-        for x, b_tile, da_tile, g in zip(*sources):  # noqa: B905 - places may repeat
-            rows = x.shape[0]
-            db = fit(db_scratch, rows)
-            if norm2.batch:
-                slope, level = self.correction2
-                torch.addcmul(level, b_tile, slope, out=db).addcmul_(da_tile, norm2.scale)
-            else:
-                torch.mul(da_tile, norm2.scale, out=db)
-            z = norm.relu(x, out=fit(z_scratch, rows))
-            if need_weight:
-                dw = add_product(dw, z.t(), db)
-            if not (need_sums or need_dx):
-                continue
-            dz = torch.mm(db, matrix, out=fit(dz_scratch, rows))
-            masked_gradient(dz, z, 0, grad_input=dz)
-            if sums is not None:
-                sums.add(dz, x)
-            if need_dx:
-                g.addcmul_(dz[:, first:] if first else dz, norm.scale[first:])
-        if need_weight:
-            dw = dw.t().contiguous()  # the product is faster the other way round
-        dgamma = None
-        if sums is not None:
-            product = (dw * matrix).sum(0) if need_weight else None
-            dgamma, gamma_dgamma = sums.finish(product)
-            if need_dx:
-                self.defer(norm, sums, gamma_dgamma)
-        return (
-            dgamma if need_gamma else None,
-            sums.dbeta if need_beta else None,
-            as_kernel(dw, weight) if need_weight else None,
-        )
+            b = of.matrix("b", width)
+            passes.conv1x1_forward(x, norm1, p[2], None, b, None, of.scratch)
+        need_b = g is not None or any(needs[:3])
+        dz2 = of.matrix("dz2", width) if need_b else None
+        pending = passes.conv3x3_backward(
+            b, norm2, p[5], y, dy, correction, factor, of.sizes, dz2, None,
+            self.need(norm2, need_b, *needs[3:]), of.scratch,
+        )  # fmt: skip
+        second = self.finish(pending, norm2, p[5], inner, need_b)[:3]
+        if not need_b:
+            return (None, None, None, *second)
+        correction2 = self.correction_of(*inner) if norm2.batch else None
+        pending = passes.conv1x1_backward(
+            x, norm1, p[2], b, dz2, norm2, correction2, g, first,
+            self.need(norm1, g is not None, *needs[:3]), of.scratch,
+        )  # fmt: skip
+        return (*self.finish(pending, norm1, p[2], read, g is not None)[:3], *second)
 
     def input(self) -> Tensor:
         """The complete gradient of the block's input."""
-        dx = channels_last_empty(self.run.features, self.starts[0])
-        step = self.run.step(self.starts[0])
-        for write, out in zip(self.write_gradient(0, self.starts[0], step), parts(as_rows(dx), step), strict=True):
-            write(out)
+        of, (start, stop) = self.of, self.of.read(0)
+        dx = channels_last_empty(of.features, stop - start)
+        g, _ = self.gradient(start, stop)
+        correction = self.correction_of(start, stop)
+        of.passes.correct(columns(of.rows, start, stop), g, None, correction, as_rows(dx), of.scratch)
         return dx
+
+    def gradient(self, start: int, stop: int) -> tuple[Tensor | None, int]:
+        """The columns of G for those of these channels whose gradient is wanted, and the first of them."""
+        first = max(start, self.first)
+        return (columns(self.g_rows, first - self.first, stop - self.first) if first < stop else None), first - start
+
+    def need(
+        self, norm: FoldedNorm, need_input: bool, need_gamma: bool, need_beta: bool, need_weight: bool = False
+    ) -> Need:
+        sums = need_gamma or need_beta or (need_input and norm.batch)
+        return Need(sums, need_weight, short_cut=sums and need_weight and norm in self.short_cuts)
+
+    def finish(
+        self, pending: Pending, norm: FoldedNorm, weight: Tensor | None, channels: tuple[int, int], need_input: bool
+    ) -> Gradients:
+        """The parameters' gradients; the norm's correction is added to that of the channels it read."""
+        of, (start, stop) = self.of, channels
+        correction = self.correction[:, start:stop] if need_input and norm.batch else None
+        return of.passes.finish_backward(pending, norm, weight, self.kept.exchange.count, correction, of.scratch)
+
+    def correction_of(self, start: int, stop: int) -> Correction | None:
+        """The complete correction of channels whose readers are done, over all processes; ``None`` where none is due."""
+        if self.of.through_statistics < stop <= self.of.total:
+            return None
+        correction = self.correction[:, start:stop]
+        self.kept.exchange.sums(correction)
+        return Correction(*correction.unbind(0), self.kept.statistics[0, start:stop])
+
+
+@contextlib.contextmanager
+def _as_it_says(device: torch.device) -> Iterator[None]:
+    """Within it every operation is computed in the type its tensors have."""
+    with torch.autocast(device.type, enabled=False), products_as_convolutions(device):
+        yield
 
 
 class _DenseBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, buffer, call, *parameters):
-        with torch.autocast(x.device.type, enabled=False):
-            out, kept = _forward(buffer, x.shape[1], call, parameters, keep=True)
+        with _as_it_says(x.device):
+            run = _Forward(buffer, x.shape[1], call, parameters, keep=True)
+            out, kept = run.run(), run.kept
         conv1 = [layer.conv1 for layer in kept.layers]
         for layer in kept.layers:
             layer.conv1 = None  # saved as tensors, where hooks on saved tensors see them
@@ -709,20 +529,17 @@ class _DenseBlock(torch.autograd.Function):
             return dx, None, None, *rest
 
         layers = [_KeptLayer(k.norm1, k.norm2, b, k.random_state) for k, b in zip(layers, conv1, strict=True)]
-        kept = _Kept(ctx.kept.exchange, layers, ctx.kept.tail)
-        with torch.autocast(x.device.type, enabled=False):
+        kept = dataclasses.replace(ctx.kept, layers=layers)
+        with _as_it_says(x.device):
             run = _Backward(features, x.shape[1], ctx.call, parameters, kept, needed)
             tail = run.tail(grad)
             del grad
-            run.run.scratch.clear()  # a tail works on all channels of whole images, the layers on less
+            run.of.scratch.clear()  # a tail works on all channels of whole images, the layers on less
             rest = []
             for i in reversed(range(len(layers))):
                 rest[:0] = run.layer(i)
             dx = run.input() if needed[0] else None
-        gradients = [
-            None if g is None else as_type(g, p.dtype) for g, p in zip((*rest, *tail), parameters, strict=True)
-        ]
-        return dx, None, None, *gradients
+        return dx, None, None, *(g if need else None for g, need in zip((*rest, *tail), needed[1:], strict=True))
 
 
 @overridable
@@ -744,8 +561,8 @@ def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype:
     first = append(None, x, buffer)
     if torch.is_grad_enabled() and (first.requires_grad or any(p.requires_grad for p in parameters)):
         return _DenseBlock.apply(first, buffer, call, *parameters)
-    with torch.autocast(x.device.type, enabled=False):
-        return _forward(buffer, x.shape[1], call, parameters, keep=False)[0]
+    with _as_it_says(x.device):
+        return _Forward(buffer, x.shape[1], call, parameters, keep=False).run()
 
 
 def layer_call(layer: nn.Module) -> tuple[LayerCall, list[Tensor]]:

@@ -6,29 +6,21 @@ Here normalising, rectifying and choosing the maxima are done again in the backw
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch_norm import (
-    FeatureStatistics, FoldedNorm, Statistics, masked_gradient, move_running_statistics, norm_relu_reference,
+    FeatureStatistics, Statistics, move_running_statistics, norm_relu_gradients, norm_relu_reference,
     synchronised_over, uses_batch_statistics,
 )  # fmt: skip
-from .conv3x3 import as_images
 from .layout import gradient_in_format, in_format, is_channels_last
 from .modules import MAX_POOLS
 from .overrides import overridable
+from .passes import Need, implementation
 from .rebuild import must_rebuild, rebuilt_gradients
 from .storage import as_rows, channels_last_empty
-from .tiles import fit, parts, tile_rows
-
-_WITH_INDICES = {4: torch.ops.aten.max_pool2d_with_indices, 5: torch.ops.aten.max_pool3d_with_indices}
-_BACKWARD = {
-    4: torch.ops.aten.max_pool2d_with_indices_backward.grad_input,
-    5: torch.ops.aten.max_pool3d_with_indices_backward.grad_input,
-}
+from .tiles import Scratch
 
 
 def norm_relu_max_pool_reference(x, gamma, beta, statistics, eps, exchange, window) -> Tensor:
@@ -40,23 +32,20 @@ def norm_relu_max_pool_reference(x, gamma, beta, statistics, eps, exchange, wind
 class _NormReLUMaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma, beta, mean, var, eps, exchange, window):
-        norm = FoldedNorm(gamma, beta, Statistics(mean, var), eps, exchange is not None)
+        passes, scratch = implementation(x.device, x.dtype), Scratch(x.device)
+        norm = passes.fold(mean, var, gamma, beta, eps, exchange is not None, None, 0, scratch)
         sizes = tuple(x.shape[2:])
-        rows = as_rows(x)
-        step = tile_rows(rows.shape[0], rows.shape[1] * x.element_size(), x.device, math.prod(sizes))
-        scratch = torch.empty((step, rows.shape[1]), dtype=x.dtype, device=x.device)
-        pool = F.max_pool2d if x.dim() == 4 else F.max_pool3d
-        pooled = [
-            pool(as_images(norm.relu(tile, out=fit(scratch, tile.shape[0])), sizes), *window)
-            for tile in parts(rows, step)
-        ]
+        pooled = _pooled(sizes, window)
+        out = torch.empty((x.shape[0], *pooled, x.shape[1]), dtype=x.dtype, device=x.device).movedim(-1, 1)
+        passes.norm_relu_max_pool(as_rows(x), norm, window, sizes, out, scratch)
         ctx.save_for_backward(x, gamma, beta, mean, var)
         ctx.eps, ctx.exchange, ctx.window = eps, exchange, window
-        return pooled[0] if len(pooled) == 1 else torch.cat(pooled)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
         x, gamma, beta, mean, var = ctx.saved_tensors
+        exchange, batch = ctx.exchange, ctx.exchange is not None
         need_x, need_gamma, need_beta = ctx.needs_input_grad[:3]
         if must_rebuild(grad):
             arguments = (Statistics(mean, var), ctx.eps, ctx.exchange, ctx.window)
@@ -66,35 +55,32 @@ class _NormReLUMaxPool(torch.autograd.Function):
             )  # fmt: skip
             return *gradients, *(None,) * 5
 
-        norm = FoldedNorm(gamma, beta, Statistics(mean, var), ctx.eps, ctx.exchange is not None)
-        sizes = tuple(x.shape[2:])
-        rows = as_rows(x)
-        step = tile_rows(rows.shape[0], rows.shape[1] * x.element_size(), x.device, math.prod(sizes))
-        scratch = torch.empty((step, rows.shape[1]), dtype=x.dtype, device=x.device)
-        dx = channels_last_empty(x, x.shape[1])
-        images_per_tile = step // math.prod(sizes)
-        tiles = (parts(rows, step), grad.split(images_per_tile), dx.split(images_per_tile))
-        sum_dz, sum_dz_x = torch.zeros_like(mean), torch.zeros_like(mean)  # Σ dz and Σ dz (x - mean)
-        for x_tile, grad_tile, dx_images in zip(*tiles, strict=True):
-            z = norm.relu(x_tile, out=fit(scratch, x_tile.shape[0]))
-            images = as_images(z, sizes)
-            _, indices = _WITH_INDICES[x.dim()](images, *ctx.window)
-            _BACKWARD[x.dim()](grad_tile, images, *ctx.window, indices, grad_input=dx_images)
-            dz = as_rows(dx_images)
-            masked_gradient(dz, z, 0, grad_input=dz)
-            sum_dz += dz.sum(0, dtype=mean.dtype)
-            centred = torch.sub(x_tile, mean, out=z if z.dtype == mean.dtype else None)
-            sum_dz_x += centred.mul_(dz).sum(0)
-        del scratch, z, images, indices, centred  # as large as whole images
-        sum_dz_x *= norm.r
-        if need_x:
-            correction = None
-            if ctx.exchange is not None:
-                correction = norm.correction(sum_dz, sum_dz_x * norm.gamma, ctx.exchange)
-            norm.complete_gradient(rows, as_rows(dx), correction)
-        dgamma = sum_dz_x.to(gamma.dtype) if need_gamma else None
-        dbeta = sum_dz.to(beta.dtype) if need_beta else None
-        return dx if need_x else None, dgamma, dbeta, *(None,) * 5
+        passes, scratch = implementation(x.device, x.dtype), Scratch(x.device)
+        norm = passes.fold(mean, var, gamma, beta, ctx.eps, batch, None, 0, scratch)
+        dx, rows = channels_last_empty(x, x.shape[1]), as_rows(x)
+        dx_rows = as_rows(dx)
+        need = Need(need_gamma or need_beta or (need_x and batch))
+        pending = passes.norm_relu_max_pool_backward(
+            rows, norm, ctx.window, tuple(x.shape[2:]), grad, dx_rows, need, scratch
+        )
+        scratch.clear()  # as large as whole images
+        dgamma, dbeta = norm_relu_gradients(rows, norm, pending, dx_rows, exchange, need_x, scratch)
+        return (
+            dx if need_x else None, dgamma if need_gamma else None, dbeta if need_beta else None, *(None,) * 5
+        )  # fmt: skip
+
+
+def _pooled(sizes: tuple[int, ...], window: tuple) -> tuple[int, ...]:
+    """The sizes max-pooling leaves."""
+    *of_sizes, ceil_mode = window
+
+    def pooled(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+        room = size + 2 * padding - dilation * (kernel - 1) - 1
+        found = (-(-room // stride) if ceil_mode else room // stride) + 1
+        # The last window has to start within the image or the padding before it.
+        return found - 1 if ceil_mode and (found - 1) * stride >= size + padding else found
+
+    return tuple(map(pooled, sizes, *of_sizes))
 
 
 @overridable

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-# On a CPU: long enough to hide Python's cost per operation, short enough for a share of the last-level cache.
-# On an accelerator: few launches, and a bound on the scratch memory.
-CPU_TILE_BYTES = 2**21
-ACCELERATOR_TILE_BYTES = 2**26
+from .device import describe
 
 
 def tile_rows(rows: int, row_bytes: int, device: torch.device, unit: int = 1) -> int:
     """How many of ``rows`` rows of ``row_bytes`` each make a tile: a multiple of ``unit`` (one image's rows, say)."""
-    tile_bytes = CPU_TILE_BYTES if device.type == "cpu" else ACCELERATOR_TILE_BYTES
-    return min(max(tile_bytes // max(row_bytes * unit, 1), 1) * unit, rows)
+    return min(max(describe(device).tile_bytes // max(row_bytes * unit, 1), 1) * unit, rows)
 
 
 def parts(rows: Tensor, step: int) -> Sequence[Tensor]:
     """The matrix in tiles of ``step`` rows."""
     return (rows,) if rows.shape[0] <= step else rows.split(step)
+
+
+def tiles(step: int, *matrices: Tensor | None) -> Iterable[tuple[Tensor | None, ...]]:
+    """Matrices of equally many rows in tiles of ``step`` of them, side by side; ``None`` stays ``None``."""
+    if matrices[0].shape[0] <= step:
+        return (matrices,)
+    columns = (itertools.repeat(None) if matrix is None else matrix.split(step) for matrix in matrices)
+    return zip(*columns)  # noqa: B905 - some repeat
 
 
 def fit(scratch: Tensor, rows: int) -> Tensor:
@@ -40,16 +45,24 @@ class Scratch:
     def __init__(self, device: torch.device):
         self._device = device
         self._flat: dict[str, Tensor] = {}
+        self._taken: dict[str, tuple[int, int, torch.dtype, Tensor]] = {}
 
     def take(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised ``(rows, width)`` matrix, valid until the same name is taken again."""
+        taken = self._taken.get(name)
+        if taken is not None and taken[:3] == (rows, width, dtype):
+            return taken[3]
+        taken = None
         size = rows * width
         flat = self._flat.get(name)
         if flat is None or flat.numel() < size or flat.dtype != dtype:
             flat = None  # first give the old one back
             self._flat.pop(name, None)
+            self._taken.pop(name, None)
             flat = self._flat[name] = torch.empty(size, dtype=dtype, device=self._device)
-        return flat.as_strided((rows, width), (width, 1))
+        matrix = flat.as_strided((rows, width), (width, 1))
+        self._taken[name] = rows, width, dtype, matrix
+        return matrix
 
     def take_zeroed(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor that is zero when the name is taken in this shape for the first time, and as it was left after."""
@@ -61,3 +74,4 @@ class Scratch:
     def clear(self) -> None:
         """Give all of it back."""
         self._flat.clear()
+        self._taken.clear()

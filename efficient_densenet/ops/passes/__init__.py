@@ -20,16 +20,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..tiles import Scratch
-from .vectors import Correction, FoldedNorm, Gradients, Need, Partial, Pending, wide_type
+from .vectors import Correction, FoldedNorm, Gradients, Need, Partial, Pending, merge, wide_type
 
 __all__ = [
-    "Correction", "FoldedNorm", "Gradients", "Need", "Partial", "Passes", "Pending", "implementation", "wide_type"
+    "Correction", "FoldedNorm", "Gradients", "Need", "Partial", "Passes", "Pending", "implementation", "merge",
+    "wide_type",
 ]  # fmt: skip
 
 
@@ -250,8 +252,11 @@ class Passes(Protocol):
     # How the sums are to be found
 
     @staticmethod
-    def short_cuts(norms: list[FoldedNorm]) -> set[FoldedNorm]:
-        """The norms whose :class:`Need` may have a ``short_cut``; asked once for a block's backward pass."""
+    def short_cuts(norms: Sequence[FoldedNorm], dtype: torch.dtype) -> set[FoldedNorm]:
+        """The norms whose :class:`Need` may have a ``short_cut``, which goes with the convolution's weight.
+
+        Asked once for a block's backward pass; ``dtype`` is the features'. May wait for a CPU only.
+        """
 
 
 def implementation(device: torch.device, dtype: torch.dtype) -> Passes:
