@@ -1,0 +1,445 @@
+"""Launching the Triton kernels: as operators that a dispatch mode sees, in configurations chosen from a table.
+
+Importing this imports no Triton; the first launch on a device does. Every operator of the namespace
+``efficient_densenet`` is one launch of the kernel of that name in :mod:`.triton_kernels`, whose docstring says what it
+computes. Outputs and partial sums are arguments, made by the caller. Without a dispatch mode (that counts, say, or makes
+fake tensors) the dispatcher's microseconds are saved.
+
+A configuration depends on shapes, types and the device alone, never on a stopwatch: it decides in which order sums add up.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..device import describe
+from .vectors import wide_type
+
+VARIABLE = "EFFICIENT_DENSENET_KERNELS"  # "0": no kernels; "interpret": on CPU tensors, in Triton's interpreter
+_library = torch.library.Library("efficient_densenet", "FRAGMENT")
+
+
+def interpreted() -> bool:
+    return os.environ.get(VARIABLE) == "interpret"
+
+
+@functools.cache
+def kernels():
+    """The module of the kernels, which imports Triton.
+
+    Raises:
+        RuntimeError: they are to be interpreted, but Triton was imported before it could be told so.
+    """
+    if interpreted():
+        if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(
+                f"{VARIABLE}=interpret needs a process in which Triton has not been imported yet, or TRITON_INTERPRET=1 "
+                "from its start"
+            )
+        os.environ["TRITON_INTERPRET"] = "1"
+    from . import triton_kernels
+
+    return triton_kernels
+
+
+class Launch(NamedTuple):
+    """One launch: what is to be compiled, and with what it is called."""
+
+    kernel: str
+    programs: int
+    arguments: tuple[Tensor | int | None, ...]  # the kernel's first parameters, in order
+    constants: dict[str, Any]  # the others
+    warps: int
+    stages: int
+
+
+class Failed(RuntimeError):
+    """A kernel could not be compiled or launched; nothing was written."""
+
+
+def run(launch: Launch) -> None:
+    module = kernels()
+    constants = dict(launch.constants)
+    if "ACC" in constants:
+        constants["ACC"] = module.tl.float64 if constants["ACC"] == torch.float64 else module.tl.float32
+    kernel = getattr(module, launch.kernel)[(launch.programs,)]
+    if interpreted():
+        kernel(*launch.arguments, **constants)
+        return
+    try:
+        kernel(*launch.arguments, **constants, num_warps=launch.warps, num_stages=launch.stages)
+    except Exception as error:  # of Triton, its compiler, the assembler
+        raise Failed(f"{launch.kernel}: {type(error).__name__}: {error}") from error
+
+
+def operator(schema: str) -> Callable:
+    """Define an operator ``schema`` that is the decorated function's launch; the result calls it."""
+
+    def define(plan: Callable[..., Launch]) -> Callable[..., None]:
+        name = schema.partition("(")[0]
+        _library.define(f"{schema} -> ()")
+
+        def launch(*args) -> None:
+            run(plan(*args))
+
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, launch, key)
+        torch.library.register_fake(f"efficient_densenet::{name}", lambda *args: None, lib=_library)
+        through = getattr(torch.ops.efficient_densenet, name)
+
+        @functools.wraps(plan)
+        def call(*args) -> None:
+            if type(args[0]) is Tensor and not torch._C._len_torch_dispatch_stack():
+                launch(*args)
+            else:
+                through(*args)
+
+        call.plan = plan
+        return call
+
+    return define
+
+
+# Configurations
+
+
+class Tile(NamedTuple):
+    """Rows and columns of what a program computes, and how much of what is summed over it takes at a time."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not smaller."""
+    return 1 << (n - 1).bit_length()
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of this type are taken: float32 in TF32 where torch's convolutions may."""
+    if dtype != torch.float32:
+        return "ieee"  # of no meaning
+    try:
+        return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+    except RuntimeError:  # set by the newer names, convolutions apart from recurrent layers
+        return "tf32" if torch.backends.cudnn.conv.fp32_precision == "tf32" else "ieee"
+
+
+def tile(kernel: str, dtype: torch.dtype, columns: int, inner: int, device: torch.device) -> Tile:
+    """The configuration of a kernel.
+
+    Args:
+        kernel: its name.
+        dtype: of the features.
+        columns: of what it computes.
+        inner: what it sums over: of ``product_gradient``, which has all of it at once, its size.
+        device: where.
+    """
+    if interpreted():
+        if kernel == "product_gradient":
+            return Tile(32, 32, power_of_two(max(inner, 16)), 4, 1)
+        return Tile(32, 32, 32, 4, 1)
+    return _tile(kernel, dtype.itemsize, precision(dtype), columns, inner, describe(device).capability)
+
+
+@functools.cache
+def _tile(kernel: str, itemsize: int, precision: str, columns: int, inner: int, capability) -> Tile:
+    narrow = min(max(power_of_two(columns), 16), 64)
+    if kernel == "norm_relu_product":
+        wide = 128 if cdiv(columns, 128) * 128 <= cdiv(columns, 64) * 64 else 64
+        if itemsize == 2:
+            return Tile(128, wide, 64, wide // 16, 3)
+        return Tile(128, wide, 32, wide // 16, 3) if precision == "tf32" else Tile(64, 64, 16, 4, 2)
+    if kernel == "norm_relu_conv":
+        if itemsize == 2:
+            return Tile(128, narrow, 64, 4, 3)
+        return Tile(128, narrow, 32, 4, 3) if precision == "tf32" else Tile(64, narrow, 16, 4, 2)
+    if kernel == "conv_input_gradient":
+        taken = min(max(power_of_two(inner), 16), 32)
+        if itemsize == 2 or precision == "tf32":
+            return Tile(64, 64, taken, 4, 2)
+        return Tile(64, 64, 16, 4, 2)
+    if kernel == "conv_weight_gradient":
+        taken = min(max(power_of_two(inner), 16), 64)
+        return Tile(64, 64, taken, 4, 2)
+    if kernel == "product_gradient":
+        taken = max(power_of_two(inner), 16)
+        if itemsize == 2:
+            return Tile(64, 64, taken, 8 if taken > 64 else 4, 2)
+        return Tile(32, 32, taken, 8, 2)
+    if kernel in ("norm_relu", "correct", "statistics"):
+        return Tile(64, 64, 0, 4, 1)
+    if kernel == "norm_relu_gradient":
+        return Tile(32, 64, 0, 4, 1)
+    raise KeyError(kernel)
+
+
+def splits(m: int, chunks: int, rows: int, device: torch.device) -> tuple[int, int]:
+    """Into how many parts a sum over ``m`` rows goes, and how many rows each has: a multiple of ``rows``.
+
+    Twice as many programs as the device has multiprocessors, ``chunks`` of them for every part.
+    """
+    wanted = max(2 * describe(device).multiprocessors // chunks, 1)
+    each = cdiv(cdiv(m, min(wanted, cdiv(m, rows))), rows) * rows
+    return cdiv(m, each), each
+
+
+# Alignment
+
+
+def together(x: Tensor, columns: int, first: int = 0, exact: bool = False) -> int:
+    """How many elements of a matrix's rows, or of a vector, may be loaded together: a power of two, 16 bytes at most.
+
+    Args:
+        x: the columns in question of a matrix, or a vector.
+        columns: how many of them. Rounded up to a multiple of the result, they still lie in the storage.
+        first: what else it has to divide.
+        exact: whether it has to divide ``columns`` as well.
+    """
+    size, offset = x.element_size(), x.storage_offset()
+    address = offset * size if x.device.type == "meta" else x.data_ptr()
+    pitch = x.stride(0) if x.dim() == 2 else 0
+    bits = address // size | pitch | first | 16 // size
+    width = bits & -bits
+    if columns % width:
+        end = offset + (x.shape[0] - 1) * pitch + cdiv(columns, width) * width
+        if exact or end * size > x.untyped_storage().nbytes():
+            width = columns & -columns
+    return width
+
+
+def _images(sizes: Sequence[int]) -> tuple[int, int, int]:
+    """The sizes of an image as of a volume."""
+    return (1, 1, *sizes)[-3:]
+
+
+def _strides(factor: Tensor | None) -> tuple[int, int, int, int]:
+    return (1, 0, 0, 0) if factor is None else (factor.shape[1], *factor.stride())
+
+
+def _constants(x: Tensor, tile: Tile, product: bool = True, **constants) -> dict[str, Any]:
+    constants |= {"BM": tile.rows, "BC": tile.columns}
+    if product:
+        constants |= {"BK": tile.inner, "PREC": precision(x.dtype)}
+    return constants | {"ACC": wide_type(x.dtype)}
+
+
+# The operators. Matrices are named as in the kernels; all vectors and sums are in the wide type.
+
+
+@operator(
+    "norm_relu_product(Tensor x, Tensor scale, Tensor shift, Tensor weight, Tensor? bias, Tensor(a!) out, "
+    "Tensor(b!)? part, int[] sizes, int[] pool)"
+)
+def norm_relu_product(x, scale, shift, weight, bias, out, part, sizes, pool):
+    (m, n), c = out.shape, x.shape[1]
+    t = tile("norm_relu_product", x.dtype, n, c, x.device)
+    pd, ph, pw = _images(pool)
+    arguments = (
+        x, x.stride(0), scale, shift, weight, weight.stride(0), bias, out, out.stride(0), part, m, c, n, *_images(sizes)
+    )  # fmt: skip
+    constants = _constants(
+        x, t, PD=pd, PH=ph, PW=pw, BIASED=bias is not None, STATS=part is not None,
+        VX=together(x, c), VS=min(together(scale, c), together(shift, c)), VW=together(weight, c, exact=True),
+        VO=together(out, n, exact=True),
+    )  # fmt: skip
+    programs = cdiv(m, t.rows) * cdiv(n, t.columns)
+    return Launch("norm_relu_product", programs, arguments, constants, t.warps, t.stages)
+
+
+@operator(
+    "norm_relu_conv(Tensor x, Tensor scale, Tensor shift, Tensor weight, Tensor? bias, Tensor? factor, Tensor(a!) out, "
+    "Tensor(b!)? part, int[] sizes)"
+)
+def norm_relu_conv(x, scale, shift, weight, bias, factor, out, part, sizes):
+    (m, k), c = out.shape, x.shape[1]
+    t = tile("norm_relu_conv", x.dtype, k, c, x.device)
+    td, th, tw = _images(weight.shape[1:-1])
+    arguments = (
+        x, x.stride(0), scale, shift, weight, bias, factor, *_strides(factor), out, out.stride(0), part, m, c, k,
+        *_images(sizes),
+    )  # fmt: skip
+    constants = _constants(
+        x, t, TD=td, TH=th, TW=tw, BIASED=bias is not None, DROPS=factor is not None, STATS=part is not None,
+        VX=together(x, c), VS=min(together(scale, c), together(shift, c)), VW=together(weight[0, 0, 0], c, exact=True),
+        VO=together(out, k, exact=True),
+    )  # fmt: skip
+    programs = cdiv(m, t.rows) * cdiv(k, t.columns)
+    return Launch("norm_relu_conv", programs, arguments, constants, t.warps, t.stages)
+
+
+@operator(
+    "conv_input_gradient(Tensor g, Tensor y, Tensor? slope, Tensor? level, Tensor? ymean, Tensor? factor, Tensor weight, "
+    "Tensor x, Tensor scale, Tensor shift, Tensor mean, Tensor(a!)? out, Tensor(b!) sums, int[] sizes, int first, bool add)"
+)
+def conv_input_gradient(g, y, slope, level, ymean, factor, weight, x, scale, shift, mean, out, sums, sizes, first, add):
+    (m, k), c = g.shape, x.shape[1]
+    t = tile("conv_input_gradient", x.dtype, c, k, x.device)
+    td, th, tw = _images(weight.shape[1:-1])
+    vo = 1 if out is None else together(out, c, first if add else 0, exact=True)
+    arguments = (
+        g, g.stride(0), y, y.stride(0), slope, level, ymean, factor, *_strides(factor), weight, x, x.stride(0), scale,
+        shift, mean, out, 0 if out is None else out.stride(0), sums, m, c, k, *_images(sizes), first // vo,
+    )  # fmt: skip
+    constants = _constants(
+        x, t, TD=td, TH=th, TW=tw, CORRECT=slope is not None, DROPS=factor is not None, ADD=add and out is not None,
+        WRITE=not add and out is not None, VG=min(together(g, k), together(y, k)),
+        VW=together(weight[0, 0, 0], c, exact=True), VX=together(x, c), VO=vo,
+    )  # fmt: skip
+    programs = cdiv(m, t.rows) * cdiv(c, t.columns)
+    return Launch("conv_input_gradient", programs, arguments, constants, t.warps, t.stages)
+
+
+@operator(
+    "conv_weight_gradient(Tensor g, Tensor y, Tensor? slope, Tensor? level, Tensor? ymean, Tensor? factor, Tensor x, "
+    "Tensor scale, Tensor shift, Tensor(a!) dw, int[] sizes, int[] taps, int split_rows, bool weight, bool bias)"
+)
+def conv_weight_gradient(g, y, slope, level, ymean, factor, x, scale, shift, dw, sizes, taps, split_rows, weight, bias):
+    (m, k), c = g.shape, x.shape[1]
+    t = tile("conv_weight_gradient", x.dtype, c, k, x.device)
+    td, th, tw = _images(taps)
+    arguments = (
+        g, g.stride(0), y, y.stride(0), slope, level, ymean, factor, *_strides(factor), x, x.stride(0), scale, shift, dw,
+        m, c, k, *_images(sizes), split_rows,
+    )  # fmt: skip
+    constants = _constants(
+        x, t, TD=td, TH=th, TW=tw, CORRECT=slope is not None, DROPS=factor is not None, WEIGHT=weight, BIAS=bias,
+        VG=min(together(g, k), together(y, k)), VX=together(x, c),
+    )  # fmt: skip
+    programs = dw.shape[0] * td * th * tw * cdiv(c, t.columns) * cdiv(k, t.inner)
+    return Launch("conv_weight_gradient", programs, arguments, constants, t.warps, t.stages)
+
+
+@operator(
+    "product_gradient(Tensor x, Tensor(a!)? g, Tensor b, Tensor dz2, Tensor weight, Tensor scale, Tensor shift, "
+    "Tensor mean, Tensor scale2, Tensor? slope2, Tensor? level2, Tensor? mean2, Tensor(b!)? dw, Tensor(c!)? sums, "
+    "int first, int split_rows, bool dweight, bool bias)"
+)
+def product_gradient(
+    x, g, b, dz2, weight, scale, shift, mean, scale2, slope2, level2, mean2, dw, sums, first, split_rows, dweight, bias
+):  # fmt: skip
+    (m, c), n = x.shape, b.shape[1]
+    t = tile("product_gradient", x.dtype, c, n, x.device)
+    vx = together(x, c)
+    vg = 1
+    if g is not None:
+        vg = together(g, c - first, first)
+        vx = min(vx, vg)  # the columns of g that are rewritten are those of x that are read
+    arguments = (
+        x, x.stride(0), g, 0 if g is None else g.stride(0), b, b.stride(0), dz2, dz2.stride(0), weight, weight.stride(0),
+        scale, shift, mean, scale2, slope2, level2, mean2, dw, sums, m, c, n, split_rows, first // vg,
+    )  # fmt: skip
+    constants = _constants(
+        x, t, CORRECT=slope2 is not None, WEIGHT=dweight, BIAS=bias, INPUT=sums is not None, ADD=g is not None,
+        VX=vx, VG=vg, VB=min(together(b, n, exact=True), together(dz2, n, exact=True)),
+        VW=together(weight, c, exact=True),
+    )  # fmt: skip
+    programs = cdiv(m, split_rows) * cdiv(c, t.columns)
+    return Launch("product_gradient", programs, arguments, constants, t.warps, t.stages)
+
+
+@operator("statistics(Tensor x, Tensor(a!) part)")
+def statistics(x, part):
+    m, c = x.shape
+    t = tile("statistics", x.dtype, c, 0, x.device)
+    constants = _constants(x, t, product=False, VX=together(x, c))
+    programs = cdiv(m, t.rows) * cdiv(c, t.columns)
+    return Launch("statistics", programs, (x, x.stride(0), part, m, c), constants, t.warps, t.stages)
+
+
+@operator("norm_relu(Tensor x, Tensor scale, Tensor shift, Tensor(a!) out)")
+def norm_relu(x, scale, shift, out):
+    m, c = x.shape
+    t = tile("norm_relu", x.dtype, c, 0, x.device)
+    constants = _constants(x, t, product=False, VX=together(x, c), VO=together(out, c, exact=True))
+    arguments = x, x.stride(0), scale, shift, out, out.stride(0), m, c
+    programs = cdiv(m, t.rows) * cdiv(c, t.columns)
+    return Launch("norm_relu", programs, arguments, constants, t.warps, t.stages)
+
+
+@operator(
+    "norm_relu_gradient(Tensor x, Tensor scale, Tensor shift, Tensor mean, Tensor(a!) dp, Tensor(b!)? g, Tensor(c!) sums, "
+    "int[] sizes, int[] pool, int first, int split_rows, bool scaled, bool pooled)"
+)
+def norm_relu_gradient(x, scale, shift, mean, dp, g, sums, sizes, pool, first, split_rows, scaled, pooled):
+    c = x.shape[1]
+    n, image, _ = dp.shape
+    pd, ph, pw = _images(pool)
+    t = tile("norm_relu_gradient", x.dtype, c, 0, x.device)
+    rows = dp.stride(2) == 1 and (n == 1 or dp.stride(0) == image * dp.stride(1))
+    vp = together(dp[0], c, exact=True) if rows else 0
+    vg = 1 if g is None else together(g, c - first, first, exact=True)
+    arguments = (
+        x, x.stride(0), scale, shift, mean, dp, image, *dp.stride(), g, 0 if g is None else g.stride(0), sums,
+        n * image, c, *_images(sizes), split_rows, first // vg,
+    )  # fmt: skip
+    constants = _constants(
+        x, t, product=False, PD=pd, PH=ph, PW=pw, WRITE=g is not None, SCALED=scaled, POOLED=pooled,
+        VX=together(x, c), VP=vp, VG=vg,
+    )  # fmt: skip
+    programs = sums.shape[0] * cdiv(c, t.columns)
+    return Launch("norm_relu_gradient", programs, arguments, constants, t.warps, t.stages)
+
+
+@operator(
+    "correct(Tensor x, Tensor g, Tensor? scale, Tensor? slope, Tensor? level, Tensor? mean, Tensor(a!) out)"
+)
+def correct(x, g, scale, slope, level, mean, out):
+    m, c = x.shape
+    t = tile("correct", x.dtype, c, 0, x.device)
+    constants = _constants(
+        x, t, product=False, SCALED=scale is not None, CORRECT=slope is not None,
+        V=min(together(matrix, c, exact=True) for matrix in (x, g, out)),
+    )  # fmt: skip
+    arguments = x, x.stride(0), g, g.stride(0), scale, slope, level, mean, out, out.stride(0), m, c
+    programs = cdiv(m, t.rows) * cdiv(c, t.columns)
+    return Launch("correct", programs, arguments, constants, t.warps, t.stages)
+
+
+@operator(
+    "fold(Tensor(a!) mean, Tensor(b!) var, Tensor? gamma, Tensor? beta, Tensor? part, Tensor(c!)? copy, Tensor(d!) r, "
+    "Tensor(e!) scale, Tensor(f!) shift, int m, int part_rows, int start, float eps)"
+)
+def fold(mean, var, gamma, beta, part, copy, r, scale, shift, m, part_rows, start, eps):
+    c = mean.shape[0]
+    parts, k = (0, 0) if part is None else (part.shape[0], part.shape[2])
+    arguments = part, mean, var, gamma, beta, copy, r, scale, shift, parts, m, part_rows, start, k, c
+    constants = {
+        "EPS": eps, "MERGE": part is not None, "HAS_GAMMA": gamma is not None, "HAS_BETA": beta is not None,
+        "BATCH": copy is None, "BP": 128, "BC": 8, "ACC": scale.dtype,
+    }  # fmt: skip
+    return Launch("fold", cdiv(c, 8), arguments, constants, 4, 1)
+
+
+@operator(
+    "finish_gradient(Tensor? sums, Tensor r, Tensor scale, Tensor(a!)? dgamma, Tensor(b!)? dbeta, Tensor(c!)? slope, "
+    "Tensor(d!)? level, Tensor? dw, Tensor(e!)? out, Tensor(f!)? dbias, int count, int o, int[] strides)"
+)
+def finish_gradient(sums, r, scale, dgamma, dbeta, slope, level, dw, out, dbias, count, o, strides):
+    parts, c = (0, 0) if sums is None else (sums.shape[0], sums.shape[2])
+    width = 0 if dw is None else dw.shape[1]
+    taps, cw = (1, 1) if out is None else (out[0, 0].numel(), out.shape[1])
+    so, st, sc = strides
+    arguments = (
+        sums, r, scale, dgamma, dbeta, slope, level, dw, out, dbias, parts, c, count, 0 if dw is None else dw.shape[0], o,
+        cw, so, st, sc,
+    )  # fmt: skip
+    constants = {
+        "TAPS": taps, "NORM": sums is not None, "BATCH": slope is not None, "WEIGHT": out is not None,
+        "BIAS": dbias is not None, "BP": 128, "BC": 8, "BS": 16, "BE": 128, "ACC": r.dtype,
+    }  # fmt: skip
+    return Launch("finish_gradient", cdiv(c, 8) + cdiv(width, 128), arguments, constants, 4, 1)

@@ -1,0 +1,277 @@
+"""The passes by Triton kernels, :mod:`.triton_kernels`; see :class:`~.Passes`. Importing this imports no Triton.
+
+A pass whose kernel has not proved itself on the device (:mod:`.proof`), or whose case no kernel was made for, is that of
+:mod:`.tiles`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..conv3x3 import add_product
+from . import launch, proof
+from . import reference as plain
+from .launch import cdiv
+from .vectors import Correction, FoldedNorm, Gradients, Need, Partial, wide_type
+
+LARGEST_PRODUCT = 256  # output channels of a 1x1 convolution whose gradient a program can hold
+
+
+class _Sums(NamedTuple):
+    """What a backward pass leaves: partial sums, the parts first."""
+
+    need: Need
+    norm: Tensor | None  # (parts, 2, C)
+    convolution: Tensor | None  # (parts, K · taps · C [+ K])
+
+
+def _pass(function: Callable) -> Callable:
+    """The pass, or that of the tiles where its kernels do not hold good."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def run(x: Tensor, *args):
+        if proof.holds(name, x.device, x.dtype):
+            try:
+                return function(x, *args)
+            except launch.Failed as failure:
+                proof.fails(name, x.device, x.dtype, failure)
+        return getattr(plain, name)(x, *args)
+
+    return run
+
+
+def _parts(kernel: str, x: Tensor, rows: int, columns: int, inner: int, scratch) -> Partial:
+    """Where a kernel leaves the statistics of its blocks of rows."""
+    block = launch.tile(kernel, x.dtype, columns, inner, x.device).rows
+    parts = cdiv(rows, block)
+    values = scratch.take("partial", parts, 2 * columns, wide_type(x.dtype)).view(parts, 2, columns)
+    return Partial(values, block, rows)
+
+
+def _kernel_rows(weight: Tensor) -> Tensor:
+    """A kernel ``(K, C, *taps)`` as ``(K, *taps, C)``, contiguous; a view of a channels-last one."""
+    return weight.movedim(1, -1).contiguous()
+
+
+def _three(correction: Correction | None) -> tuple[Tensor | None, ...]:
+    return (None,) * 3 if correction is None else (correction.slope, correction.level, correction.mean)
+
+
+@_pass
+def statistics(x, statistics, scratch):
+    new = _parts("statistics", x, *x.shape, 0, scratch)
+    launch.statistics(x, new.values)
+    return new
+
+
+def fold(mean, var, gamma, beta, eps, batch, new, at, scratch):
+    dtype = wide_type(mean.dtype)
+    if not proof.holds("fold", mean.device, dtype):
+        return plain.fold(mean, var, gamma, beta, eps, batch, new, at, scratch)
+    count = mean.shape[0]
+    # Rows of a multiple of 16 bytes, so that what reads them in vectors may read past their end.
+    vectors = torch.empty((3 if batch else 4, cdiv(count, 4) * 4), dtype=dtype, device=mean.device)
+    r, scale, shift, *copy = vectors[:, :count]
+    values, rows, total = (None, 1, 1) if new is None else new
+    launch.fold(mean, var, gamma, beta, values, copy[0] if copy else None, r, scale, shift, total, rows, at, eps)
+    return FoldedNorm(copy[0] if copy else mean, r, scale, shift, gamma, beta, batch)
+
+
+@_pass
+def conv1x1_forward(x, norm, weight, bias, out, statistics, scratch):
+    rows, columns = out.shape
+    new = None
+    if statistics is not None:
+        new = _parts("norm_relu_product", x, rows, columns, x.shape[1], scratch)
+    weight = weight.flatten(1).contiguous()
+    launch.norm_relu_product(
+        x, norm.scale, norm.shift, weight, bias, out, None if new is None else new.values, [1], [1]
+    )
+    return new
+
+
+@_pass
+def conv3x3_forward(x, norm, weight, bias, factor, sizes, out, statistics, scratch):
+    rows, columns = out.shape
+    new = None
+    if statistics is not None:
+        new = _parts("norm_relu_conv", x, rows, columns, x.shape[1], scratch)
+    launch.norm_relu_conv(
+        x, norm.scale, norm.shift, _kernel_rows(weight), bias, _per_row(factor, sizes), out,
+        None if new is None else new.values, sizes,
+    )  # fmt: skip
+    return new
+
+
+def _per_row(factor: Tensor | None, sizes: tuple[int, ...]) -> Tensor | None:
+    return None if factor is None else factor.expand(-1, math.prod(sizes), -1)
+
+
+@_pass
+def conv3x3_backward(x, norm, weight, y, grad, correction, factor, sizes, out, first, need, scratch):
+    rows, channels = x.shape
+    k, dtype = grad.shape[1], wide_type(x.dtype)
+    slope, level, mean = _three(correction)
+    factor = _per_row(factor, sizes)
+    sums = convolution = None
+    if need.weight or need.bias:
+        taps = weight.shape[2:]
+        tile = launch.tile("conv_weight_gradient", x.dtype, channels, k, x.device)
+        chunks = math.prod(taps) * cdiv(channels, tile.columns) * cdiv(k, tile.inner)
+        parts, each = launch.splits(rows, chunks, tile.rows, x.device)
+        width = weight.numel() * need.weight + k * need.bias
+        convolution = scratch.take("convolution sums", parts, width, dtype)
+        launch.conv_weight_gradient(
+            grad, y, slope, level, mean, factor, x, norm.scale, norm.shift, convolution, sizes, taps, each, need.weight,
+            need.bias,
+        )  # fmt: skip
+    if need.sums or out is not None:
+        tile = launch.tile("conv_input_gradient", x.dtype, channels, k, x.device)
+        parts = cdiv(rows, tile.rows)
+        sums = scratch.take("norm sums", parts, 2 * channels, dtype).view(parts, 2, channels)
+        launch.conv_input_gradient(
+            grad, y, slope, level, mean, factor, _kernel_rows(weight), x, norm.scale, norm.shift, norm.mean, out, sums,
+            sizes, first or 0, first is not None,
+        )  # fmt: skip
+    return _Sums(need, sums, convolution)
+
+
+@_pass
+def conv1x1_backward(x, norm, weight, b, dz2, norm2, correction2, g, first, need, scratch):
+    (rows, channels), k = x.shape, b.shape[1]
+    if k > LARGEST_PRODUCT:
+        return plain.conv1x1_backward(x, norm, weight, b, dz2, norm2, correction2, g, first, need, scratch)
+    dtype = wide_type(x.dtype)
+    tile = launch.tile("product_gradient", x.dtype, channels, k, x.device)
+    parts, each = launch.splits(rows, cdiv(channels, tile.columns), tile.rows, x.device)
+    sums = convolution = None
+    if need.sums or g is not None:
+        sums = scratch.take("norm sums", parts, 2 * channels, dtype).view(parts, 2, channels)
+    if need.weight or need.bias:
+        width = weight.numel() * need.weight + k * need.bias
+        convolution = scratch.take("convolution sums", parts, width, dtype)
+    slope, level, mean = _three(correction2)
+    launch.product_gradient(
+        x, g, b, dz2, weight.flatten(1).contiguous(), norm.scale, norm.shift, norm.mean, norm2.scale, slope, level, mean,
+        convolution, sums, first, each, need.weight, need.bias,
+    )  # fmt: skip
+    return _Sums(need, sums, convolution)
+
+
+def finish_backward(pending, norm, weight, count, correction, scratch):
+    if not isinstance(pending, _Sums):
+        return plain.finish_backward(pending, norm, weight, count, correction, scratch)
+    need, sums, convolution = pending
+
+    def like(vector: Tensor | None) -> Tensor:
+        return torch.empty_like(norm.r if vector is None else vector)
+
+    dgamma = dbeta = dweight = dbias = slope = level = None
+    if need.sums:
+        dgamma, dbeta = like(norm.gamma), like(norm.beta)
+        if correction is not None:
+            slope, level = correction
+    strides = (0, 0, 0)
+    if need.weight:
+        dweight = torch.empty_like(weight)
+        strides = (dweight.stride(0), dweight.stride(-1), dweight.stride(1))
+    if need.bias:
+        dbias = torch.empty(weight.shape[0], dtype=weight.dtype, device=weight.device)
+    if need.sums or need.weight or need.bias:
+        launch.finish_gradient(
+            sums if need.sums else None, norm.r, norm.scale, dgamma, dbeta, slope, level, convolution, dweight, dbias,
+            count, 0 if weight is None else weight.shape[0], strides,
+        )  # fmt: skip
+    return Gradients(
+        None if norm.gamma is None else dgamma, None if norm.beta is None else dbeta, dweight, dbias
+    )
+
+
+@_pass
+def correct(x, g, scale, correction, out, scratch):
+    launch.correct(x, g, scale, *_three(correction), out)
+
+
+@_pass
+def norm_relu(x, norm, out, scratch):
+    launch.norm_relu(x, norm.scale, norm.shift, out)
+
+
+@_pass
+def norm_relu_backward(x, norm, grad, out, first, need, scratch):
+    return _Sums(need, _norm_relu_gradient(x, norm, grad, None, None, out, first, scratch), None)
+
+
+def _norm_relu_gradient(x, norm, grad, pool, sizes, out, first, scratch, sums: Tensor | None = None) -> Tensor:
+    channels, rows = x.shape[1], grad.shape[0] * grad.shape[1]
+    tile = launch.tile("norm_relu_gradient", x.dtype, channels, 0, x.device)
+    parts, each = launch.splits(rows, cdiv(channels, tile.columns), tile.rows, x.device)
+    if sums is None:
+        sums = scratch.take("norm sums", parts, 2 * channels, wide_type(x.dtype)).view(parts, 2, channels)
+    launch.norm_relu_gradient(
+        x, norm.scale, norm.shift, norm.mean, grad, out, sums, sizes or [1], pool or [1], first or 0, each,
+        first is not None, pool is not None,
+    )  # fmt: skip
+    return sums
+
+
+@_pass
+def transition_forward(x, norm, weight, bias, pool, sizes, out, scratch):
+    weight = weight.flatten(1).contiguous()
+    launch.norm_relu_product(x, norm.scale, norm.shift, weight, bias, out, None, sizes, pool)
+
+
+@_pass
+def transition_backward(x, norm, weight, grad, pool, sizes, out, first, need, scratch):
+    if out is not None and any(size % step for size, step in zip(sizes, pool, strict=True)):
+        out.zero_()  # no window covers the rest
+    channels, k = x.shape[1], weight.shape[0]
+    matrix = weight.flatten(1).to(x.dtype)
+    image = x.shape[0] // grad.shape[0]
+    # A few parts of the images, so that the gradient of what was pooled, (m / window, C), is a small thing.
+    images = [images.shape[0] for images in grad.chunk(4)]
+    tile = launch.tile("norm_relu_gradient", x.dtype, channels, 0, x.device)
+    counts = [
+        launch.splits(i * grad.shape[1], cdiv(channels, tile.columns), tile.rows, x.device)[0] for i in images
+    ]
+    dtype = wide_type(x.dtype)
+    sums = scratch.take("norm sums", sum(counts), 2 * channels, dtype).view(-1, 2, channels)
+    dw = None
+    outs = [None] * len(images) if out is None else out.split([i * image for i in images])
+    parts = zip(
+        x.split([i * image for i in images]), grad.split(images), outs, sums.split(counts), strict=True
+    )
+    for x_part, dout, g, s in parts:
+        dout = dout.flatten(0, 1)
+        dp = scratch.take("gradients", dout.shape[0], channels, x.dtype)
+        torch.mm(dout, matrix, out=dp)
+        _norm_relu_gradient(
+            x_part, norm, dp.view(-1, grad.shape[1], channels), pool, sizes, g, first, scratch, s
+        )
+        if need.weight:
+            dw = add_product(dw, dout.t(), dp)  # now what was pooled
+    convolution = None
+    if need.weight or need.bias:
+        size = weight.numel() * need.weight
+        convolution = torch.empty((1, size + k * need.bias), dtype=dtype, device=x.device)
+        if need.weight:
+            convolution[0, :size].view(k, channels).copy_(dw)
+        if need.bias:
+            torch.sum(grad, (0, 1), dtype=dtype, out=convolution[0, size:])
+    return _Sums(need, sums, convolution)
+
+
+norm_relu_max_pool = plain.norm_relu_max_pool
+norm_relu_max_pool_backward = plain.norm_relu_max_pool_backward
+
+
+def short_cuts(norms: list[FoldedNorm]) -> set[FoldedNorm]:
+    """None: the direct sums cost a kernel nothing."""
+    return set()
