@@ -152,35 +152,40 @@ def tile(kernel: str, dtype: torch.dtype, columns: int, inner: int, device: torc
     if interpreted():
         if kernel == "product_gradient":
             return Tile(32, 32, power_of_two(max(inner, 16)), 4, 1)
-        return Tile(32, 32, 32, 4, 1)
+        return Tile(64 if "conv" in kernel else 32, 32, 32, 4, 1)
     return _tile(kernel, dtype.itemsize, precision(dtype), columns, inner, describe(device).capability)
 
 
 @functools.cache
 def _tile(kernel: str, itemsize: int, precision: str, columns: int, inner: int, capability) -> Tile:
+    """Of all tried by compiling for sm_80, 90 and 100, the largest without spills and with room for a second stage."""
+    half, exact = itemsize == 2, itemsize == 4 and precision == "ieee"  # exact: no tensor cores
     narrow = min(max(power_of_two(columns), 16), 64)
     if kernel == "norm_relu_product":
+        if exact:
+            return Tile(64, 32, 16, 4, 2)
         wide = 128 if cdiv(columns, 128) * 128 <= cdiv(columns, 64) * 64 else 64
-        if itemsize == 2:
-            return Tile(128, wide, 64, wide // 16, 3)
-        return Tile(128, wide, 32, wide // 16, 3) if precision == "tf32" else Tile(64, 64, 16, 4, 2)
+        return Tile(128, wide, 32, wide // 16, 3 if half or wide == 64 else 2)
     if kernel == "norm_relu_conv":
-        if itemsize == 2:
-            return Tile(128, narrow, 64, 4, 3)
-        return Tile(128, narrow, 32, 4, 3) if precision == "tf32" else Tile(64, narrow, 16, 4, 2)
+        if exact:
+            return Tile(64, narrow, 16, 4, 2)
+        return Tile(128, narrow, 64 if half else 32, 4, 3)
     if kernel == "conv_input_gradient":
-        taken = min(max(power_of_two(inner), 16), 32)
-        if itemsize == 2 or precision == "tf32":
-            return Tile(64, 64, taken, 4, 2)
-        return Tile(64, 64, 16, 4, 2)
+        return Tile(64, 64, 16 if exact else min(max(power_of_two(inner), 16), 32), 4, 2)
     if kernel == "conv_weight_gradient":
-        taken = min(max(power_of_two(inner), 16), 64)
-        return Tile(64, 64, taken, 4, 2)
+        return Tile(32 if exact else 64, 64, min(max(power_of_two(inner), 16), 64), 4, 2)
     if kernel == "product_gradient":
         taken = max(power_of_two(inner), 16)
-        if itemsize == 2:
-            return Tile(64, 64, taken, 8 if taken > 64 else 4, 2)
-        return Tile(32, 32, taken, 8, 2)
+        hopper = capability is not None and capability[0] in (9, 10)  # or later, with its shared memory
+        if half:
+            if taken <= 128:
+                return Tile(64 if capability == (9, 0) else 32, 64, taken, 8, 2)
+            return Tile(32, 64 if hopper else 32, taken, 8, 2)
+        if exact:
+            return Tile(16, 32, taken, 8, 1)
+        if taken <= 128:
+            return Tile(32 if hopper or capability == (8, 0) else 16, 64, taken, 8, 2)
+        return Tile(32, 32, taken, 8, 2) if hopper else Tile(16, 32, taken, 8, 1)
     if kernel in ("norm_relu", "correct", "statistics"):
         return Tile(64, 64, 0, 4, 1)
     if kernel == "norm_relu_gradient":
@@ -191,9 +196,9 @@ def _tile(kernel: str, itemsize: int, precision: str, columns: int, inner: int, 
 def splits(m: int, chunks: int, rows: int, device: torch.device) -> tuple[int, int]:
     """Into how many parts a sum over ``m`` rows goes, and how many rows each has: a multiple of ``rows``.
 
-    Twice as many programs as the device has multiprocessors, ``chunks`` of them for every part.
+    About twice as many programs as the device has multiprocessors, ``chunks`` of them for every part.
     """
-    wanted = max(2 * describe(device).multiprocessors // chunks, 1)
+    wanted = max(2 * describe(device).multiprocessors // chunks, 2)
     each = cdiv(cdiv(m, min(wanted, cdiv(m, rows))), rows) * rows
     return cdiv(m, each), each
 

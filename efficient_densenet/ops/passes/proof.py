@@ -81,7 +81,7 @@ class Shape:
     width: int = 12  # of the 1x1 convolution
     k: int = 3
     taps: tuple[int, ...] = (3, 3)
-    pad: int = 13  # 19 + 13: a pitch of whole vectors
+    pad: int = 13
     first: int = 0
     bias: bool = False
     dropout: bool = False
@@ -236,7 +236,7 @@ def conv3x3_forward(passes, v, scratch, s):
     x, norm = v.matrix(s.rows, s.width, 1 if s.bias else 0), v.norm(s.width)
     weight = v.parameter(s.k, s.width, *s.taps, channels_last=s.channels_last)
     bias = v.parameter(s.k) if s.bias else None
-    out, stored = v.matrix(s.rows, s.k, s.channels + s.pad - s.k, s.channels), _space(v, 2, s.k)
+    out, stored = v.matrix(s.rows, s.k, s.channels + s.pad, s.channels), _space(v, 2, s.k)
     new = passes.conv3x3_forward(x, norm, weight, bias, v.factor(s), s.sizes, out, stored, scratch)
     return {"out": _whole(out), "statistics": _statistics(new, stored)}
 
@@ -253,7 +253,7 @@ def _backward_3x3(passes, v, scratch, s, add: bool) -> dict[str, Tensor]:
     channels = s.channels if add else s.width
     x, norm = v.matrix(s.rows, channels, s.pad if add else 0), v.norm(channels, s.batch)
     weight = v.parameter(s.k, channels, *s.taps, channels_last=s.channels_last)
-    y, grad = (v.matrix(s.rows, s.k, s.channels + s.pad - s.k, s.channels) for _ in range(2))
+    y, grad = (v.matrix(s.rows, s.k, s.channels + s.pad, s.channels) for _ in range(2))
     out = v.matrix(s.rows, channels - s.first, s.pad) if add else v.matrix(s.rows, channels)
     need = Need(True, True, s.bias)
     pending = passes.conv3x3_backward(
@@ -285,7 +285,7 @@ def conv1x1_backward(passes, v, scratch, s):
 
 @_case
 def correct(passes, v, scratch, s):
-    x, g = v.matrix(s.rows, s.k, s.pad, 4), v.matrix(s.rows, s.k, s.pad)
+    x, g = v.matrix(s.rows, s.k, s.pad + 4, 4), v.matrix(s.rows, s.k, s.pad)
     out, plain = v.matrix(s.rows, s.k), v.matrix(s.rows, s.k)
     passes.correct(x, g, None, v.correction(s.k), out, scratch)
     passes.correct(x, g, v.vector(s.k), None, plain, scratch)

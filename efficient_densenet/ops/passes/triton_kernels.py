@@ -18,7 +18,7 @@ import os
 import triton
 import triton.language as tl
 
-# Triton 3.8's interpreter multiplies the bit patterns of bfloat16 operands.
+# Triton 3.8's interpreter multiplies the bit patterns of bfloat16 operands, and cuts where it should round to bfloat16.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -29,6 +29,19 @@ def dot(a, b, acc, PREC: tl.constexpr):
         return tl.dot(a.to(acc.dtype), b.to(acc.dtype), acc, input_precision="ieee", out_dtype=acc.dtype)
     else:
         return tl.dot(a, b, acc, input_precision=PREC, out_dtype=acc.dtype)
+
+
+@triton.jit
+def rounded(x, to: tl.constexpr):
+    """``x`` in type ``to``, the nearest value there."""
+    if INTERPRETED:
+        if (to == tl.bfloat16) & (x.dtype == tl.float32):
+            bits = x.to(tl.int32, bitcast=True)
+            even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+            x = tl.where(x == x, even.to(tl.float32, bitcast=True), x)
+        return x.to(to)
+    else:
+        return x.to(to)
 
 
 @triton.jit
@@ -132,13 +145,13 @@ def norm_relu_product(
             src = first + ((p // (PH * PW) * H + p // PW % PH) * L + p % PW)
             z += folded(tl.load(places(X, src, ldx, ks, VX), mask=load, other=0.0).to(ACC), s, t, (ks < C)[None, :])
         wmask = (ks < up(C, VW))[:, None] & (cols < N)[None, :]
-        w = tl.load(places_across(W, cols, ldw, ks, VW), mask=wmask, other=0.0).to(X.dtype.element_ty)
-        acc = dot(z.to(w.dtype), w, acc, PREC)
+        w = rounded(tl.load(places_across(W, cols, ldw, ks, VW), mask=wmask, other=0.0), X.dtype.element_ty)
+        acc = dot(rounded(z, w.dtype), w, acc, PREC)
     if PD * PH * PW > 1:
         acc = acc / (PD * PH * PW)
     if BIASED:
         acc += vector(BIAS, cols, N, 1).to(ACC)[None, :]
-    out = acc.to(OUT.dtype.element_ty)
+    out = rounded(acc, OUT.dtype.element_ty)
     ok = rmask[:, None] & (cols < up(N, VO))[None, :]
     tl.store(places(OUT, rows.to(tl.int64), ldo, cols, VO), out, mask=ok)
     if STATS:  # of what was stored, rounded as stored
@@ -176,14 +189,14 @@ def norm_relu_conv(
         a = folded(x, vector(SCALE, cs, C, VS), vector(SHIFT, cs, C, VS), ok)
         wmask = (cs < up(C, VW))[:, None] & (cols < K)[None, :]
         w = tl.load(places_across(W + tap * C, cols, TD * TH * TW * C, cs, VW), mask=wmask, other=0.0)
-        acc = dot(a.to(X.dtype.element_ty), w.to(X.dtype.element_ty), acc, PREC)
+        acc = dot(rounded(a, X.dtype.element_ty), rounded(w, X.dtype.element_ty), acc, PREC)
     if BIASED:
         acc += vector(BIAS, cols, K, 1).to(ACC)[None, :]
-    out = acc.to(OUT.dtype.element_ty)
+    out = rounded(acc, OUT.dtype.element_ty)
     ok = rmask[:, None] & (cols < up(K, VO))[None, :]
     if DROPS:
         f = tl.load(factors(FACTOR, rows.to(tl.int64), cols, image, fn, fp, fk), mask=ok, other=0.0)
-        out = (out.to(ACC) * f.to(ACC)).to(OUT.dtype.element_ty)
+        out = rounded(out.to(ACC) * f.to(ACC), OUT.dtype.element_ty)
     tl.store(places(OUT, rows.to(tl.int64), ldo, cols, VO), out, mask=ok)
     if STATS:
         store_statistics(PART, pm, out.to(ACC), rmask, tl.minimum(m - pm * BM, BM).to(ACC), cols, K)
@@ -213,10 +226,10 @@ def own_gradient(
     g = tl.load(places(G, rows, ldg, cols, V), mask=load, other=0.0)
     if CORRECT:
         y = tl.load(places(Y, rows, ldy, cols, V), mask=load, other=0.0).to(ACC)
-        g = (g.to(ACC) + (y * slope[None, :] + level[None, :])).to(g.dtype)
+        g = rounded(g.to(ACC) + (y * slope[None, :] + level[None, :]), g.dtype)
     if DROPS:
         f = tl.load(factors(FACTOR, rows, cols, image, fn, fp, fk), mask=ok, other=0.0)
-        g = (g.to(ACC) * f.to(ACC)).to(g.dtype)
+        g = rounded(g.to(ACC) * f.to(ACC), g.dtype)
     return tl.where(ok, g, 0.0)
 
 
@@ -259,7 +272,7 @@ def conv_input_gradient(
         )
         wmask = (ko < K)[:, None] & (cs < up(C, VW))[None, :]
         w = tl.load(places(W + tap * C, ko, TD * TH * TW * C, cs, VW), mask=wmask, other=0.0)
-        acc = dot(dy, w.to(dy.dtype), acc, PREC)
+        acc = dot(dy, rounded(w, dy.dtype), acc, PREC)
     at = rows.to(tl.int64)
     load = rmask[:, None] & (cs < up(C, VX))[None, :]
     x = tl.load(places(X, at, ldx, cs, VX), mask=load, other=0.0).to(ACC)
@@ -267,14 +280,14 @@ def conv_input_gradient(
     ok = rmask[:, None] & (cs < C)[None, :]
     dz = tl.where(ok & ~(x * s[None, :] + vector(SHIFT, cs, C, 1)[None, :] <= 0), acc, 0.0)
     if WRITE:
-        dz = dz.to(OUT.dtype.element_ty).to(ACC)  # the sums are those of what is stored
+        dz = rounded(dz, OUT.dtype.element_ty).to(ACC)  # the sums are those of what is stored
         into = rmask[:, None] & (cs < up(C, VO))[None, :]
-        tl.store(places(OUT, at, ldo, cs, VO), dz.to(OUT.dtype.element_ty), mask=into)
+        tl.store(places(OUT, at, ldo, cs, VO), rounded(dz, OUT.dtype.element_ty), mask=into)
     if ADD:
         op = places(OUT, at, ldo, cs - first * VO, VO)
         into = rmask[:, None] & ((cs >= first * VO) & (cs < up(C, VO)))[None, :]
         g = tl.load(op, mask=into, other=0.0).to(ACC)
-        tl.store(op, (g + s[None, :] * dz).to(OUT.dtype.element_ty), mask=into)
+        tl.store(op, rounded(g + s[None, :] * dz, OUT.dtype.element_ty), mask=into)
     dzx = tl.where(ok, dz * (x - vector(MEAN, cs, C, 1)[None, :]), 0.0)
     store_sums(SUMS, pm, tl.sum(dz, axis=0), tl.sum(dzx, axis=0), cs, C)
 
@@ -327,7 +340,7 @@ def conv_weight_gradient(
             load = inside[:, None] & (cs < up(C, VX))[None, :]
             x = tl.load(places(X, src, ldx, cs, VX), mask=load, other=0.0).to(ACC)
             a = folded(x, s, t, inside[:, None] & (cs < C)[None, :])
-            acc = dot(tl.trans(dy), a.to(dy.dtype), acc, PREC)
+            acc = dot(tl.trans(dy), rounded(a, dy.dtype), acc, PREC)
     to = DW + split.to(tl.int64) * (K * taps * C * WEIGHT + K * BIAS)
     if WEIGHT:
         at = to + (ko * taps + tap)[:, None] * C + cs[None, :]
@@ -367,7 +380,7 @@ def product_gradient(
     if CORRECT:
         slope, level = own_level(SLOPE2, LEVEL2, MEAN2, ns, N)
     wmask = (ns < N)[:, None] & (cs < up(C, VW))[None, :]
-    w = tl.load(places(W, ns.to(tl.int64), ldw, cs, VW), mask=wmask, other=0.0).to(X.dtype.element_ty)
+    w = rounded(tl.load(places(W, ns.to(tl.int64), ldw, cs, VW), mask=wmask, other=0.0), X.dtype.element_ty)
     dw = tl.zeros((BK, BC), dtype=ACC)
     total = tl.zeros((BK,), dtype=ACC)
     sum0 = tl.zeros((BC,), dtype=ACC)
@@ -385,13 +398,13 @@ def product_gradient(
             db = tl.where(load, db + (b * slope[None, :] + level[None, :]), 0.0)
         if BIAS:
             total += tl.sum(db, axis=0)
-        db = db.to(X.dtype.element_ty)
+        db = rounded(db, X.dtype.element_ty)
         load = rmask[:, None] & (cs < up(C, VX))[None, :]
         ok = rmask[:, None] & (cs < C)[None, :]
         x = tl.load(places(X, at, ldx, cs, VX), mask=load, other=0.0).to(ACC)
         z = folded(x, s, t, ok)
         if WEIGHT:
-            dw = dot(tl.trans(db), z.to(db.dtype), dw, PREC)
+            dw = dot(tl.trans(db), rounded(z, db.dtype), dw, PREC)
         if INPUT:
             dz = dot(db, w, tl.zeros((BM, BC), dtype=ACC), PREC)
             dz = tl.where(ok & ~(z <= 0), dz, 0.0)
@@ -403,7 +416,7 @@ def product_gradient(
                 gp = places(G, at, ldg, cs - first * VG, VG)
                 into = load & (cs >= first * VG)[None, :]
                 g = tl.load(gp, mask=into, other=0.0)
-                new = (g.to(ACC) + s[None, :] * dz).to(g.dtype)
+                new = rounded(g.to(ACC) + s[None, :] * dz, g.dtype)
                 tl.store(gp, tl.where((cs < C)[None, :], new, g), mask=into)
     to = DW + split.to(tl.int64) * (N * C * WEIGHT + N * BIAS)
     if WEIGHT:
@@ -427,7 +440,7 @@ def norm_relu(
     rmask = (rows < m)[:, None]
     x = tl.load(places(X, at, ldx, cs, VX), mask=rmask & (cs < up(C, VX))[None, :], other=0.0).to(ACC)
     z = folded(x, vector(SCALE, cs, C, 1), vector(SHIFT, cs, C, 1), rmask & (cs < C)[None, :])
-    tl.store(places(OUT, at, ldo, cs, VO), z.to(OUT.dtype.element_ty), mask=rmask & (cs < up(C, VO))[None, :])
+    tl.store(places(OUT, at, ldo, cs, VO), rounded(z, OUT.dtype.element_ty), mask=rmask & (cs < up(C, VO))[None, :])
 
 
 @triton.jit
@@ -483,9 +496,9 @@ def norm_relu_gradient(
                 into = rmask & ((cs >= first * VG) & (cs < up(C, VG)))[None, :]
                 gp = places(G, src, ldg, cs - first * VG, VG)
                 g = s[None, :] * dz if SCALED else dz
-                tl.store(gp, g.to(G.dtype.element_ty), mask=into)
+                tl.store(gp, rounded(g, G.dtype.element_ty), mask=into)
         if POOLED:
-            tl.store(dpp, (pooled / (PD * PH * PW)).to(DP.dtype.element_ty), mask=exact)
+            tl.store(dpp, rounded(pooled / (PD * PH * PW), DP.dtype.element_ty), mask=exact)
     store_sums(SUMS, split, sum0, sum1, cs, C)
 
 
@@ -507,7 +520,7 @@ def correct(
         slope, level = own_level(SLOPE, LEVEL, MEAN, cs, C)
         x = tl.load(places(X, at, ldx, cs, V), mask=ok, other=0.0).to(ACC)
         g += x * slope[None, :] + level[None, :]
-    tl.store(places(OUT, at, ldo, cs, V), g.to(OUT.dtype.element_ty), mask=ok)
+    tl.store(places(OUT, at, ldo, cs, V), rounded(g, OUT.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -605,8 +618,8 @@ def finish_gradient(
                 dgamma += tl.sum(tl.load(at + C, mask=ok, other=0.0), axis=0)
             r = tl.load(R + cs, mask=cmask, other=0.0)
             dgamma = dgamma * r
-            tl.store(DBETA + cs, dbeta.to(DBETA.dtype.element_ty), mask=cmask)
-            tl.store(DGAMMA + cs, dgamma.to(DGAMMA.dtype.element_ty), mask=cmask)
+            tl.store(DBETA + cs, rounded(dbeta, DBETA.dtype.element_ty), mask=cmask)
+            tl.store(DGAMMA + cs, rounded(dgamma, DGAMMA.dtype.element_ty), mask=cmask)
             if BATCH:
                 scale = tl.load(SCALE + cs, mask=cmask, other=0.0)
                 slope = tl.load(SLOPE + cs, mask=cmask, other=0.0) - r * scale * dgamma / count
@@ -626,6 +639,6 @@ def finish_gradient(
                 total += tl.sum(tl.load(at, mask=ok, other=0.0), axis=0)
             if WEIGHT:
                 to = es // (TAPS * CW) * so + es // CW % TAPS * st + es % CW * sc
-                tl.store(OUT + to, total.to(OUT.dtype.element_ty), mask=es < size)
+                tl.store(OUT + to, rounded(total, OUT.dtype.element_ty), mask=es < size)
             if BIAS:
-                tl.store(DBIAS + es - size, total.to(DBIAS.dtype.element_ty), mask=(es >= size) & (es < width))
+                tl.store(DBIAS + es - size, rounded(total, DBIAS.dtype.element_ty), mask=(es >= size) & (es < width))
