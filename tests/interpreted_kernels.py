@@ -3,9 +3,7 @@
 In a process of its own: Triton has to know before it is imported.
 """
 
-import os
-
-os.environ["EFFICIENT_DENSENET_KERNELS"] = "interpret"
+import interpreting  # noqa: F401 - first
 
 import warnings
 from dataclasses import replace
