@@ -128,6 +128,16 @@ def test_a_kernel_that_does_not_compile_is_left_alone(monkeypatch):
     assert torch.equal(out, want)
 
 
+def test_sums_are_added_up_without_their_kernel(monkeypatch):
+    """Kills: taps or bias in other places than the kernel's."""
+
+    def refuse(*args):
+        raise launch.Failed("finish_gradient: no registers")
+
+    monkeypatch.setattr(launch, "finish_gradient", refuse)
+    assert disagreement("conv3x3_backward", triton, torch.float64, CPU, SHAPES["all"]) is None
+
+
 def test_a_dispatch_mode_sees_every_launch_and_fake_tensors_need_none():
     """Kills: a kernel that counts do not see; one that asks a fake tensor for its address."""
     from torch._subclasses.fake_tensor import FakeTensorMode

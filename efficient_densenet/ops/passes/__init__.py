@@ -2,6 +2,7 @@
 
 * :mod:`.reference`: plain torch operations on whole matrices; what the others are tested against.
 * :mod:`.tiles`: torch operations on tiles that stay in the cache; any device.
+* :mod:`.triton`: Triton kernels, for CUDA; they prove themselves on the device first (:mod:`.proof`).
 
 :class:`Passes` documents them. What is common to all:
 
@@ -261,6 +262,10 @@ class Passes(Protocol):
 
 def implementation(device: torch.device, dtype: torch.dtype) -> Passes:
     """The passes that run on this device for features of this type."""
-    from . import tiles
+    from . import launch, tiles
 
+    if launch.why_not(device, dtype) is None:
+        from . import triton
+
+        return triton
     return tiles

@@ -11,6 +11,7 @@ A configuration depends on shapes, types and the device alone, never on a stopwa
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import describe
+from ..device import describe, is_assumed
 from .vectors import wide_type
 
 VARIABLE = "EFFICIENT_DENSENET_KERNELS"  # "0": no kernels; "interpret": on CPU tensors, in Triton's interpreter
@@ -28,6 +29,32 @@ _library = torch.library.Library("efficient_densenet", "FRAGMENT")
 
 def interpreted() -> bool:
     return os.environ.get(VARIABLE) == "interpret"
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels are not for features of this type on this device; ``None`` where they are, if they prove right."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted == "0":
+        return f"{VARIABLE}=0"
+    if wanted == "interpret":
+        return None if device.type == "cpu" else f"{VARIABLE}=interpret is for CPU tensors"
+    if device.type != "cuda":
+        return "the kernels are for CUDA"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"there are no kernels for {dtype}"
+    capability = describe(device).capability
+    if capability is None and wanted != "1":
+        return f"the kernels have not run on AMD's devices ({VARIABLE}=1 tries)"
+    if capability is not None and capability < (8, 0):
+        return f"the kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
+    if not (is_assumed(device) or _has_triton()):
+        return "Triton is not installed"
+    return None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
@@ -73,8 +100,10 @@ def run(launch: Launch) -> None:
     if interpreted():
         kernel(*launch.arguments, **constants)
         return
+    device = next(a.device for a in launch.arguments if a is not None and not isinstance(a, int))
     try:
-        kernel(*launch.arguments, **constants, num_warps=launch.warps, num_stages=launch.stages)
+        with torch.cuda.device(device):  # Triton launches on the current one
+            kernel(*launch.arguments, **constants, num_warps=launch.warps, num_stages=launch.stages)
     except Exception as error:  # of Triton, its compiler, the assembler
         raise Failed(f"{launch.kernel}: {type(error).__name__}: {error}") from error
 
@@ -96,7 +125,8 @@ def operator(schema: str) -> Callable:
 
         @functools.wraps(plan)
         def call(*args) -> None:
-            if type(args[0]) is Tensor and not torch._C._len_torch_dispatch_stack():
+            first = next(a for a in args if a is not None)
+            if type(first) in (Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack():
                 launch(*args)
             else:
                 through(*args)

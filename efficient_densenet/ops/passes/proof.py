@@ -17,21 +17,24 @@ from torch import Tensor
 from ..device import is_assumed
 from ..tiles import Scratch
 from . import reference
+from .launch import Failed, precision
 from .vectors import Correction, FoldedNorm, Need, Partial, merge, wide_type
 
 # Relative to the largest value of what is compared.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 TF32_TOLERANCE = 5e-3
 
-_verdicts: dict[tuple[str, torch.device, torch.dtype], str | None] = {}
+_verdicts: dict[tuple[str, torch.device, torch.dtype, str], str | None] = {}
 
 
 def holds(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels of a pass give the right numbers here; found out when first asked."""
     if is_assumed(device):
         return True
-    key = name, device, dtype
+    key = name, device, dtype, precision(dtype)
     if key not in _verdicts:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # nothing can be tried now
         _verdicts[key] = None  # while it is being tried
         if name in CASES:
             fault = _try(name, device, dtype)
@@ -42,7 +45,7 @@ def holds(name: str, device: torch.device, dtype: torch.dtype) -> bool:
 
 def fails(name: str, device: torch.device, dtype: torch.dtype, reason: object) -> None:
     """Note that a pass's kernels are not to be used here, and say so."""
-    _verdicts[name, device, dtype] = str(reason)
+    _verdicts[name, device, dtype, precision(dtype)] = str(reason)
     warnings.warn(
         f"the kernels of {name} are not used for {dtype} on {device}, but torch's operations: {reason}", stacklevel=3
     )
@@ -50,16 +53,16 @@ def fails(name: str, device: torch.device, dtype: torch.dtype, reason: object) -
 
 def verdicts(device: torch.device) -> dict[tuple[str, torch.dtype], str | None]:
     """What has been found out so far on a device: for each pass and type, ``None`` or what was wrong."""
-    return {(name, dtype): verdict for (name, on, dtype), verdict in _verdicts.items() if on == device}
+    return {(name, dtype): verdict for (name, on, dtype, _), verdict in _verdicts.items() if on == device}
 
 
 def _try(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    from . import launch, triton
+    from . import triton
 
     with _undisturbed(device):
         try:
             return disagreement(name, triton, dtype, device, ODD)
-        except launch.Failed as failure:
+        except Failed as failure:
             return str(failure)
 
 
@@ -162,7 +165,7 @@ def _case(function: Callable) -> Callable:
 
 def disagreement(name: str, passes, dtype: torch.dtype, device: torch.device, shape: Shape) -> str | None:
     """What is wrong with a pass, if anything: every result against the reference in float64 on the same numbers."""
-    tf32 = dtype == torch.float32 and device.type == "cuda" and _may_be_tf32()
+    tf32 = precision(dtype) == "tf32" and device.type == "cuda"
     tolerance = TF32_TOLERANCE if tf32 else TOLERANCES[dtype]
     found = CASES[name](passes, _Values(dtype, device, False), Scratch(device), shape)
     wanted = CASES[name](reference, _Values(dtype, device, True), Scratch(device), shape)
@@ -176,12 +179,6 @@ def disagreement(name: str, passes, dtype: torch.dtype, device: torch.device, sh
         if not error <= tolerance * size:
             return f"{key} differs by {error / size:.1e} of its size, allowed {tolerance:.0e}"
     return None
-
-
-def _may_be_tf32() -> bool:
-    from .launch import precision
-
-    return precision(torch.float32) == "tf32"
 
 
 def _whole(view: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .vectors import Correction, FoldedNorm, Gradients, Need, merge, wide_type
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     need: Need
     dz: Tensor | None = None
     dz_x: Tensor | None = None
@@ -51,10 +51,10 @@ def _masked(dz: Tensor, z: Tensor) -> Tensor:
     return torch.where(z <= 0, torch.zeros((), dtype=dz.dtype, device=dz.device), dz)
 
 
-def _summed(need: Need, norm: FoldedNorm, x: Tensor, dz: Tensor, weight: Tensor | None, grad: Tensor | None) -> _Sums:
+def _summed(need: Need, norm: FoldedNorm, x: Tensor, dz: Tensor, weight: Tensor | None, grad: Tensor | None) -> Sums:
     """The sums over ``dz``; and of a convolution its gradients: its weight's, and its bias's from the rows ``grad``."""
     wide = wide_type(x.dtype)
-    return _Sums(
+    return Sums(
         need,
         dz.sum(0, dtype=wide) if need.sums else None,
         (dz * (x - norm.mean)).sum(0, dtype=wide) if need.sums else None,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..conv3x3 import add_product
-from . import launch, proof
+from . import launch, proof, reference
 from . import reference as plain
 from .launch import cdiv
 from .vectors import Correction, FoldedNorm, Gradients, Need, Partial, wide_type
@@ -36,13 +36,13 @@ def _pass(function: Callable) -> Callable:
     name = function.__name__
 
     @functools.wraps(function)
-    def run(x: Tensor, *args):
+    def run(x: Tensor, *args, **kwargs):
         if proof.holds(name, x.device, x.dtype):
             try:
-                return function(x, *args)
+                return function(x, *args, **kwargs)
             except launch.Failed as failure:
                 proof.fails(name, x.device, x.dtype, failure)
-        return getattr(plain, name)(x, *args)
+        return getattr(plain, name)(x, *args, **kwargs)
 
     return run
 
@@ -80,7 +80,11 @@ def fold(mean, var, gamma, beta, eps, batch, new, at, scratch):
     vectors = torch.empty((3 if batch else 4, cdiv(count, 4) * 4), dtype=dtype, device=mean.device)
     r, scale, shift, *copy = vectors[:, :count]
     values, rows, total = (None, 1, 1) if new is None else new
-    launch.fold(mean, var, gamma, beta, values, copy[0] if copy else None, r, scale, shift, total, rows, at, eps)
+    try:
+        launch.fold(mean, var, gamma, beta, values, copy[0] if copy else None, r, scale, shift, total, rows, at, eps)
+    except launch.Failed as failure:
+        proof.fails("fold", mean.device, dtype, failure)
+        return plain.fold(mean, var, gamma, beta, eps, batch, new, at, scratch)
     return FoldedNorm(copy[0] if copy else mean, r, scale, shift, gamma, beta, batch)
 
 
@@ -169,13 +173,11 @@ def finish_backward(pending, norm, weight, count, correction, scratch):
     if not isinstance(pending, _Sums):
         return plain.finish_backward(pending, norm, weight, count, correction, scratch)
     need, sums, convolution = pending
-
-    def like(vector: Tensor | None) -> Tensor:
-        return torch.empty_like(norm.r if vector is None else vector)
-
+    if not (need.sums or need.weight or need.bias):
+        return Gradients()
     dgamma = dbeta = dweight = dbias = slope = level = None
     if need.sums:
-        dgamma, dbeta = like(norm.gamma), like(norm.beta)
+        dgamma, dbeta = (torch.empty_like(norm.r if p is None else p) for p in (norm.gamma, norm.beta))
         if correction is not None:
             slope, level = correction
     strides = (0, 0, 0)
@@ -184,14 +186,32 @@ def finish_backward(pending, norm, weight, count, correction, scratch):
         strides = (dweight.stride(0), dweight.stride(-1), dweight.stride(1))
     if need.bias:
         dbias = torch.empty(weight.shape[0], dtype=weight.dtype, device=weight.device)
-    if need.sums or need.weight or need.bias:
+    try:
         launch.finish_gradient(
             sums if need.sums else None, norm.r, norm.scale, dgamma, dbeta, slope, level, convolution, dweight, dbias,
             count, 0 if weight is None else weight.shape[0], strides,
         )  # fmt: skip
+    except launch.Failed:
+        return reference.finish_backward(_added_up(pending, weight), norm, weight, count, correction, scratch)
     return Gradients(
         None if norm.gamma is None else dgamma, None if norm.beta is None else dbeta, dweight, dbias
     )
+
+
+def _added_up(pending: _Sums, weight: Tensor | None) -> reference.Sums:
+    """The sums as the reference has them."""
+    need, sums, convolution = pending
+    dz = dz_x = dw = db = None
+    if need.sums:
+        dz, dz_x = sums.sum(0)
+    if convolution is not None:
+        total = convolution.sum(0)
+        if need.weight:
+            k, channels, *taps = weight.shape
+            dw = total[: weight.numel()].view(k, *taps, channels).movedim(-1, 1)
+        if need.bias:
+            db = total[-weight.shape[0] :]
+    return reference.Sums(need, dz, dz_x, dw, db)
 
 
 @_pass
@@ -272,6 +292,6 @@ norm_relu_max_pool = plain.norm_relu_max_pool
 norm_relu_max_pool_backward = plain.norm_relu_max_pool_backward
 
 
-def short_cuts(norms: list[FoldedNorm]) -> set[FoldedNorm]:
+def short_cuts(norms, dtype):
     """None: the direct sums cost a kernel nothing."""
     return set()
