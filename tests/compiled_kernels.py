@@ -27,7 +27,7 @@ TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), (8, 0), 166_912),
     "sm_90": (GPUTarget("cuda", 90, 32), (9, 0), 232_448),
     "sm_100": (GPUTarget("cuda", 100, 32), (10, 0), 232_448),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), None, 65_536),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), (9, 4), 65_536),
 }
 # Images, channels read, width, growth rate and pitch of some layer; pitches before they are rounded up.
 LAYERS = {
@@ -113,7 +113,7 @@ def compiled(target: str, layer: str, name: str, dtype: torch.dtype, precise: bo
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = not precise and gpu.backend == "cuda"
     try:
-        with device.assume("meta", device.Device(capability, 132, 50 * 2**20)):
+        with device.assume(device.Description.of("meta", capability, 50 * 2**20, 132)):
             planned = launches(layer, dtype, padded)[name]
     finally:
         torch.backends.cudnn.allow_tf32 = before

@@ -58,6 +58,8 @@ def test_low_precision_is_as_accurate(name, dtype):
     Kills: a product or a sum in half precision.
     """
     shape = replace(ODD, taps=(1, 3)) if "conv3x3" in name else SHAPES["chunks"]
+    if name == "conv1x1_forward":
+        shape = replace(shape, channels=300)  # so that it shows
     exact, plain, found = (
         CASES[name](passes, proof._Values(dtype, CPU, wide), Scratch(CPU), shape)
         for passes, wide in ((reference, True), (reference, False), (triton, False))

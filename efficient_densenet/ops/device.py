@@ -26,7 +26,7 @@ class Description:
         capability: a CPU's vector instructions as torch names them (``"AVX2"``, ``"AVX512"``, …), or a CUDA device's
             compute capability, ``(9, 0)``.
         cache_bytes: an accelerator's last cache; 0 where nobody knows.
-        multiprocessors: of an accelerator, each running some programs at a time.
+        multiprocessors: how many programs of a kernel run at the same time, at least.
         tile_bytes: how large a tile may be.
         unfolded_bytes: how much scratch unfolded gradients may take.
         unfolds: whether a 3x3 convolution's weight gradient is a product with the unfolded output gradient, else torch's
@@ -43,14 +43,14 @@ class Description:
 
     @classmethod
     def of(
-        cls, type: str, capability: str | tuple[int, int] = "", cache_bytes: int = 0, multiprocessors: int = 64
+        cls, type: str, capability: str | tuple[int, int] = "", cache_bytes: int = 0, multiprocessors: int = 1
     ) -> Description:
         """A device by the facts alone."""
         if type == "cpu":
             # Tiles long enough to hide Python's cost per operation, short enough for a share of the last-level cache.
             # With AVX-512, torch's kernel for the weight gradient runs at 2-3 times the rate of unfolding and
             # multiplying for the few output channels of a dense layer; with AVX2, at less than it.
-            return cls(type, capability, cache_bytes, 1, 2 * MIB, 4 * MIB, capability != "AVX512")
+            return cls(type, capability, cache_bytes, multiprocessors, 2 * MIB, 4 * MIB, capability != "AVX512")
         # Tiles as large as the cache, as far as neither launches nor scratch memory get out of hand.
         tile_bytes = min(max(cache_bytes, 16 * MIB), 64 * MIB)
         return cls(type, capability, cache_bytes, multiprocessors, tile_bytes, 64 * MIB, True)
@@ -65,7 +65,7 @@ def _found(type: str, index: int | None) -> Description:
         return Description.of(type, torch.backends.cpu.get_cpu_capability())
     if type == "cuda" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(index)
-        capability = "" if torch.version.hip else (properties.major, properties.minor)
+        capability = (properties.major, properties.minor)
         cache_bytes = getattr(properties, "L2_cache_size", 0)
         return Description.of(type, capability, cache_bytes, properties.multi_processor_count)
     return Description.of(type)
@@ -80,7 +80,7 @@ def describe(device: torch.device) -> Description:
 
 
 def is_assumed(device: torch.device) -> bool:
-    """Whether :func:`assume` speaks for it: nothing may be asked of the device itself, which need not be there."""
+    """Whether nothing is to be asked of the device itself, which may not be there."""
     return device.type in _assumed
 
 

@@ -42,10 +42,10 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
         return "the kernels are for CUDA"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"there are no kernels for {dtype}"
-    capability = describe(device).capability
-    if capability is None and wanted != "1":
+    if torch.version.hip and wanted != "1":
         return f"the kernels have not run on AMD's devices ({VARIABLE}=1 tries)"
-    if capability is not None and capability < (8, 0):
+    capability = describe(device).capability or (0, 0)
+    if capability < (8, 0):
         return f"the kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
     if not (is_assumed(device) or _has_triton()):
         return "Triton is not installed"
@@ -173,7 +173,7 @@ def tile(kernel: str, dtype: torch.dtype, columns: int, inner: int, device: torc
     """The configuration of a kernel.
 
     Args:
-        kernel: its name.
+        kernel: its name, or what it is called for.
         dtype: of the features.
         columns: of what it computes.
         inner: what it sums over: of ``product_gradient``, which has all of it at once, its size.
@@ -196,6 +196,8 @@ def _tile(kernel: str, itemsize: int, precision: str, columns: int, inner: int, 
             return Tile(64, 32, 16, 4, 2)
         wide = 128 if cdiv(columns, 128) * 128 <= cdiv(columns, 64) * 64 else 64
         return Tile(128, wide, 32, wide // 16, 3 if half or wide == 64 else 2)
+    if kernel == "pooled product":
+        return Tile(32, 32, 16, 4, 2) if exact else Tile(64, 64, 32, 8, 2)
     if kernel == "norm_relu_conv":
         if exact:
             return Tile(64, narrow, 16, 4, 2)
@@ -206,7 +208,7 @@ def _tile(kernel: str, itemsize: int, precision: str, columns: int, inner: int, 
         return Tile(32 if exact else 64, 64, min(max(power_of_two(inner), 16), 64), 4, 2)
     if kernel == "product_gradient":
         taken = max(power_of_two(inner), 16)
-        hopper = capability is not None and capability[0] in (9, 10)  # or later, with its shared memory
+        hopper = capability in ((9, 0), (10, 0), (10, 3))  # or later, with its shared memory
         if half:
             if taken <= 128:
                 return Tile(64 if capability == (9, 0) else 32, 64, taken, 8, 2)
@@ -219,7 +221,7 @@ def _tile(kernel: str, itemsize: int, precision: str, columns: int, inner: int, 
     if kernel in ("norm_relu", "correct", "statistics"):
         return Tile(64, 64, 0, 4, 1)
     if kernel == "norm_relu_gradient":
-        return Tile(32, 64, 0, 4, 1)
+        return Tile(16, 64, 0, 4, 1)
     raise KeyError(kernel)
 
 
@@ -282,8 +284,8 @@ def _constants(x: Tensor, tile: Tile, product: bool = True, **constants) -> dict
 )
 def norm_relu_product(x, scale, shift, weight, bias, out, part, sizes, pool):
     (m, n), c = out.shape, x.shape[1]
-    t = tile("norm_relu_product", x.dtype, n, c, x.device)
     pd, ph, pw = _images(pool)
+    t = tile("norm_relu_product" if pd * ph * pw == 1 else "pooled product", x.dtype, n, c, x.device)
     arguments = (
         x, x.stride(0), scale, shift, weight, weight.stride(0), bias, out, out.stride(0), part, m, c, n, *_images(sizes)
     )  # fmt: skip
@@ -438,7 +440,7 @@ def correct(x, g, scale, slope, level, mean, out):
     t = tile("correct", x.dtype, c, 0, x.device)
     constants = _constants(
         x, t, product=False, SCALED=scale is not None, CORRECT=slope is not None,
-        V=min(together(matrix, c, exact=True) for matrix in (x, g, out)),
+        VX=together(x, c), VG=together(g, c), VO=together(out, c, exact=True),
     )  # fmt: skip
     arguments = x, x.stride(0), g, g.stride(0), scale, slope, level, mean, out, out.stride(0), m, c
     programs = cdiv(m, t.rows) * cdiv(c, t.columns)

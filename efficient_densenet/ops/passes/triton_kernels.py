@@ -411,13 +411,12 @@ def product_gradient(
             sum0 += tl.sum(dz, axis=0)
             sum1 += tl.sum(tl.where(ok, dz * (x - mu[None, :]), 0.0), axis=0)
             if ADD:
-                # The columns from C to its multiple of VX are written as they were read: a mask by C would cost the
-                # vector stores. They lie in this program's chunk, and whoever they belong to runs before or after.
+                # To the columns from C to its multiple of VX zero is added: a mask by C would cost the vector stores.
+                # They lie in this program's chunk, and whoever they belong to runs before or after.
                 gp = places(G, at, ldg, cs - first * VG, VG)
                 into = load & (cs >= first * VG)[None, :]
                 g = tl.load(gp, mask=into, other=0.0)
-                new = rounded(g.to(ACC) + s[None, :] * dz, g.dtype)
-                tl.store(gp, tl.where((cs < C)[None, :], new, g), mask=into)
+                tl.store(gp, rounded(g.to(ACC) + s[None, :] * dz, g.dtype), mask=into)
     to = DW + split.to(tl.int64) * (N * C * WEIGHT + N * BIAS)
     if WEIGHT:
         tl.store(to + ns[:, None] * C + cs[None, :], dw, mask=(ns < N)[:, None] & (cs < C)[None, :])
@@ -505,22 +504,22 @@ def norm_relu_gradient(
 @triton.jit
 def correct(
     X, ldx, G, ldg, SCALE, SLOPE, LEVEL, MEAN, OUT, ldo, m, C, SCALED: tl.constexpr, CORRECT: tl.constexpr,
-    V: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr,
+    VX: tl.constexpr, VG: tl.constexpr, VO: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """``out = scale g + slope (x - mean) + level``."""
     chunks = tl.cdiv(C, BC)
     rows = tl.program_id(0) // chunks * BM + tl.arange(0, BM)
     cs = tl.program_id(0) % chunks * BC + tl.arange(0, BC)
     at = rows.to(tl.int64)
-    ok = (rows < m)[:, None] & (cs < up(C, V))[None, :]
-    g = tl.load(places(G, at, ldg, cs, V), mask=ok, other=0.0).to(ACC)
+    rmask = (rows < m)[:, None]
+    g = tl.load(places(G, at, ldg, cs, VG), mask=rmask & (cs < up(C, VG))[None, :], other=0.0).to(ACC)
     if SCALED:
         g = g * vector(SCALE, cs, C, 1)[None, :]
     if CORRECT:
         slope, level = own_level(SLOPE, LEVEL, MEAN, cs, C)
-        x = tl.load(places(X, at, ldx, cs, V), mask=ok, other=0.0).to(ACC)
+        x = tl.load(places(X, at, ldx, cs, VX), mask=rmask & (cs < up(C, VX))[None, :], other=0.0).to(ACC)
         g += x * slope[None, :] + level[None, :]
-    tl.store(places(OUT, at, ldo, cs, V), rounded(g, OUT.dtype.element_ty), mask=ok)
+    tl.store(places(OUT, at, ldo, cs, VO), rounded(g, OUT.dtype.element_ty), mask=rmask & (cs < up(C, VO))[None, :])
 
 
 @triton.jit
