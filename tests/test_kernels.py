@@ -14,7 +14,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 def run_tests(name: str, folder: Path, **environment: str) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / name)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parent)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 

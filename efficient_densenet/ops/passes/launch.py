@@ -2,16 +2,18 @@
 
 Importing this imports no Triton; the first launch on a device does. Every operator of the namespace
 ``efficient_densenet`` is one launch of the kernel of that name in :mod:`.triton_kernels`, whose docstring says what it
-computes. Outputs and partial sums are arguments, made by the caller. Without a dispatch mode (that counts, say, or makes
-fake tensors) the dispatcher's microseconds are saved.
+computes. Outputs and partial sums are arguments, made by the caller. Without a dispatch mode (that counts, say, or
+makes fake tensors) the dispatcher's microseconds are saved.
 
-A configuration depends on shapes, types and the device alone, never on a stopwatch: it decides in which order sums add up.
+A configuration depends on shapes, types and the device alone, never on a stopwatch: it decides in which order sums add
+up.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..costs import Cost, cost_of, nbytes
 from ..device import describe, is_assumed
 from .vectors import wide_type
 
@@ -32,7 +35,7 @@ def interpreted() -> bool:
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels are not for features of this type on this device; ``None`` where they are, if they prove right."""
+    """Why the kernels are not for features of this type on this device; ``None`` where they are."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "0":
         return f"{VARIABLE}=0"
@@ -67,8 +70,8 @@ def kernels():
     if interpreted():
         if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError(
-                f"{VARIABLE}=interpret needs a process in which Triton has not been imported yet, or TRITON_INTERPRET=1 "
-                "from its start"
+                f"{VARIABLE}=interpret needs a process in which Triton has not been imported yet, or "
+                "TRITON_INTERPRET=1 from its start"
             )
         os.environ["TRITON_INTERPRET"] = "1"
     from . import triton_kernels
@@ -108,12 +111,25 @@ def run(launch: Launch) -> None:
         raise Failed(f"{launch.kernel}: {type(error).__name__}: {error}") from error
 
 
-def operator(schema: str) -> Callable:
-    """Define an operator ``schema`` that is the decorated function's launch; the result calls it."""
+def operator(schema: str, *fresh: str, **unless: str) -> Callable:
+    """Define an operator ``schema`` that is the decorated function's launch; the result calls it.
+
+    Args:
+        schema: without the return, which there is none of.
+        fresh: the arguments that are written without being read.
+        unless: others that are not read, by what they are not read without: ``x="slope"``.
+    """
 
     def define(plan: Callable[..., Launch]) -> Callable[..., None]:
         name = schema.partition("(")[0]
         _library.define(f"{schema} -> ()")
+        names = tuple(inspect.signature(plan).parameters)
+
+        @cost_of(f"efficient_densenet::{name}")
+        def _(*args) -> Cost:
+            given = dict(zip(names, args, strict=True))
+            unread = {*fresh, *(x for x, needed in unless.items() if given[needed] is None or given[needed] is False)}
+            return Cost(read=sum(nbytes(t) for x, t in given.items() if isinstance(t, Tensor) and x not in unread))
 
         def launch(*args) -> None:
             run(plan(*args))
@@ -280,8 +296,9 @@ def _constants(x: Tensor, tile: Tile, product: bool = True, **constants) -> dict
 
 @operator(
     "norm_relu_product(Tensor x, Tensor scale, Tensor shift, Tensor weight, Tensor? bias, Tensor(a!) out, "
-    "Tensor(b!)? part, int[] sizes, int[] pool)"
-)
+    "Tensor(b!)? part, int[] sizes, int[] pool)",
+    "out", "part",
+)  # fmt: skip
 def norm_relu_product(x, scale, shift, weight, bias, out, part, sizes, pool):
     (m, n), c = out.shape, x.shape[1]
     pd, ph, pw = _images(pool)
@@ -300,8 +317,9 @@ def norm_relu_product(x, scale, shift, weight, bias, out, part, sizes, pool):
 
 @operator(
     "norm_relu_conv(Tensor x, Tensor scale, Tensor shift, Tensor weight, Tensor? bias, Tensor? factor, Tensor(a!) out, "
-    "Tensor(b!)? part, int[] sizes)"
-)
+    "Tensor(b!)? part, int[] sizes)",
+    "out", "part",
+)  # fmt: skip
 def norm_relu_conv(x, scale, shift, weight, bias, factor, out, part, sizes):
     (m, k), c = out.shape, x.shape[1]
     t = tile("norm_relu_conv", x.dtype, k, c, x.device)
@@ -320,9 +338,11 @@ def norm_relu_conv(x, scale, shift, weight, bias, factor, out, part, sizes):
 
 
 @operator(
-    "conv_input_gradient(Tensor g, Tensor y, Tensor? slope, Tensor? level, Tensor? ymean, Tensor? factor, Tensor weight, "
-    "Tensor x, Tensor scale, Tensor shift, Tensor mean, Tensor(a!)? out, Tensor(b!) sums, int[] sizes, int first, bool add)"
-)
+    "conv_input_gradient(Tensor g, Tensor y, Tensor? slope, Tensor? level, Tensor? ymean, Tensor? factor, "
+    "Tensor weight, Tensor x, Tensor scale, Tensor shift, Tensor mean, Tensor(a!)? out, Tensor(b!) sums, int[] sizes, "
+    "int first, bool add)",
+    "sums", y="slope", out="add",
+)  # fmt: skip
 def conv_input_gradient(g, y, slope, level, ymean, factor, weight, x, scale, shift, mean, out, sums, sizes, first, add):
     (m, k), c = g.shape, x.shape[1]
     t = tile("conv_input_gradient", x.dtype, c, k, x.device)
@@ -343,15 +363,16 @@ def conv_input_gradient(g, y, slope, level, ymean, factor, weight, x, scale, shi
 
 @operator(
     "conv_weight_gradient(Tensor g, Tensor y, Tensor? slope, Tensor? level, Tensor? ymean, Tensor? factor, Tensor x, "
-    "Tensor scale, Tensor shift, Tensor(a!) dw, int[] sizes, int[] taps, int split_rows, bool weight, bool bias)"
-)
+    "Tensor scale, Tensor shift, Tensor(a!) dw, int[] sizes, int[] taps, int split_rows, bool weight, bool bias)",
+    "dw", y="slope",
+)  # fmt: skip
 def conv_weight_gradient(g, y, slope, level, ymean, factor, x, scale, shift, dw, sizes, taps, split_rows, weight, bias):
     (m, k), c = g.shape, x.shape[1]
     t = tile("conv_weight_gradient", x.dtype, c, k, x.device)
     td, th, tw = _images(taps)
     arguments = (
-        g, g.stride(0), y, y.stride(0), slope, level, ymean, factor, *_strides(factor), x, x.stride(0), scale, shift, dw,
-        m, c, k, *_images(sizes), split_rows,
+        g, g.stride(0), y, y.stride(0), slope, level, ymean, factor, *_strides(factor), x, x.stride(0), scale, shift,
+        dw, m, c, k, *_images(sizes), split_rows,
     )  # fmt: skip
     constants = _constants(
         x, t, TD=td, TH=th, TW=tw, CORRECT=slope is not None, DROPS=factor is not None, WEIGHT=weight, BIAS=bias,
@@ -364,8 +385,9 @@ def conv_weight_gradient(g, y, slope, level, ymean, factor, x, scale, shift, dw,
 @operator(
     "product_gradient(Tensor x, Tensor(a!)? g, Tensor b, Tensor dz2, Tensor weight, Tensor scale, Tensor shift, "
     "Tensor mean, Tensor scale2, Tensor? slope2, Tensor? level2, Tensor? mean2, Tensor(b!)? dw, Tensor(c!)? sums, "
-    "int first, int split_rows, bool dweight, bool bias)"
-)
+    "int first, int split_rows, bool dweight, bool bias)",
+    "dw", "sums", b="slope2",
+)  # fmt: skip
 def product_gradient(
     x, g, b, dz2, weight, scale, shift, mean, scale2, slope2, level2, mean2, dw, sums, first, split_rows, dweight, bias
 ):  # fmt: skip
@@ -377,8 +399,8 @@ def product_gradient(
         vg = together(g, c - first, first)
         vx = min(vx, vg)  # the columns of g that are rewritten are those of x that are read
     arguments = (
-        x, x.stride(0), g, 0 if g is None else g.stride(0), b, b.stride(0), dz2, dz2.stride(0), weight, weight.stride(0),
-        scale, shift, mean, scale2, slope2, level2, mean2, dw, sums, m, c, n, split_rows, first // vg,
+        x, x.stride(0), g, 0 if g is None else g.stride(0), b, b.stride(0), dz2, dz2.stride(0), weight,
+        weight.stride(0), scale, shift, mean, scale2, slope2, level2, mean2, dw, sums, m, c, n, split_rows, first // vg,
     )  # fmt: skip
     constants = _constants(
         x, t, CORRECT=slope2 is not None, WEIGHT=dweight, BIAS=bias, INPUT=sums is not None, ADD=g is not None,
@@ -389,7 +411,7 @@ def product_gradient(
     return Launch("product_gradient", programs, arguments, constants, t.warps, t.stages)
 
 
-@operator("statistics(Tensor x, Tensor(a!) part)")
+@operator("statistics(Tensor x, Tensor(a!) part)", "part")
 def statistics(x, part):
     m, c = x.shape
     t = tile("statistics", x.dtype, c, 0, x.device)
@@ -398,7 +420,7 @@ def statistics(x, part):
     return Launch("statistics", programs, (x, x.stride(0), part, m, c), constants, t.warps, t.stages)
 
 
-@operator("norm_relu(Tensor x, Tensor scale, Tensor shift, Tensor(a!) out)")
+@operator("norm_relu(Tensor x, Tensor scale, Tensor shift, Tensor(a!) out)", "out")
 def norm_relu(x, scale, shift, out):
     m, c = x.shape
     t = tile("norm_relu", x.dtype, c, 0, x.device)
@@ -409,9 +431,10 @@ def norm_relu(x, scale, shift, out):
 
 
 @operator(
-    "norm_relu_gradient(Tensor x, Tensor scale, Tensor shift, Tensor mean, Tensor(a!) dp, Tensor(b!)? g, Tensor(c!) sums, "
-    "int[] sizes, int[] pool, int first, int split_rows, bool scaled, bool pooled)"
-)
+    "norm_relu_gradient(Tensor x, Tensor scale, Tensor shift, Tensor mean, Tensor(a!) dp, Tensor(b!)? g, "
+    "Tensor(c!) sums, int[] sizes, int[] pool, int first, int split_rows, bool scaled, bool pooled)",
+    "g", "sums",
+)  # fmt: skip
 def norm_relu_gradient(x, scale, shift, mean, dp, g, sums, sizes, pool, first, split_rows, scaled, pooled):
     c = x.shape[1]
     n, image, _ = dp.shape
@@ -433,8 +456,9 @@ def norm_relu_gradient(x, scale, shift, mean, dp, g, sums, sizes, pool, first, s
 
 
 @operator(
-    "correct(Tensor x, Tensor g, Tensor? scale, Tensor? slope, Tensor? level, Tensor? mean, Tensor(a!) out)"
-)
+    "correct(Tensor x, Tensor g, Tensor? scale, Tensor? slope, Tensor? level, Tensor? mean, Tensor(a!) out)",
+    "out", x="slope",
+)  # fmt: skip
 def correct(x, g, scale, slope, level, mean, out):
     m, c = x.shape
     t = tile("correct", x.dtype, c, 0, x.device)
@@ -449,8 +473,9 @@ def correct(x, g, scale, slope, level, mean, out):
 
 @operator(
     "fold(Tensor(a!) mean, Tensor(b!) var, Tensor? gamma, Tensor? beta, Tensor? part, Tensor(c!)? copy, Tensor(d!) r, "
-    "Tensor(e!) scale, Tensor(f!) shift, int m, int part_rows, int start, float eps)"
-)
+    "Tensor(e!) scale, Tensor(f!) shift, int m, int part_rows, int start, float eps)",
+    "copy", "r", "scale", "shift",
+)  # fmt: skip
 def fold(mean, var, gamma, beta, part, copy, r, scale, shift, m, part_rows, start, eps):
     c = mean.shape[0]
     parts, k = (0, 0) if part is None else (part.shape[0], part.shape[2])
@@ -464,16 +489,17 @@ def fold(mean, var, gamma, beta, part, copy, r, scale, shift, m, part_rows, star
 
 @operator(
     "finish_gradient(Tensor? sums, Tensor r, Tensor scale, Tensor(a!)? dgamma, Tensor(b!)? dbeta, Tensor(c!)? slope, "
-    "Tensor(d!)? level, Tensor? dw, Tensor(e!)? out, Tensor(f!)? dbias, int count, int o, int[] strides)"
-)
+    "Tensor(d!)? level, Tensor? dw, Tensor(e!)? out, Tensor(f!)? dbias, int count, int o, int[] strides)",
+    "dgamma", "dbeta", "out", "dbias",
+)  # fmt: skip
 def finish_gradient(sums, r, scale, dgamma, dbeta, slope, level, dw, out, dbias, count, o, strides):
     parts, c = (0, 0) if sums is None else (sums.shape[0], sums.shape[2])
     width = 0 if dw is None else dw.shape[1]
     taps, cw = (1, 1) if out is None else (out[0, 0].numel(), out.shape[1])
     so, st, sc = strides
     arguments = (
-        sums, r, scale, dgamma, dbeta, slope, level, dw, out, dbias, parts, c, count, 0 if dw is None else dw.shape[0], o,
-        cw, so, st, sc,
+        sums, r, scale, dgamma, dbeta, slope, level, dw, out, dbias, parts, c, count, 0 if dw is None else dw.shape[0],
+        o, cw, so, st, sc,
     )  # fmt: skip
     constants = {
         "TAPS": taps, "NORM": sums is not None, "BATCH": slope is not None, "WEIGHT": out is not None,

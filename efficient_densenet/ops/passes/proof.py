@@ -125,7 +125,7 @@ class _Values:
         return values if low is None else values.abs_().add_(low)
 
     def matrix(self, rows: int, columns: int, pad: int = 0, at: int = 0) -> Tensor:
-        """The columns from ``at`` on of a matrix ``pad`` columns wider, which is the view's ``_base`` if there is one."""
+        """The columns from ``at`` on of a matrix ``pad`` columns wider, which is the view's ``_base``."""
         wide = self._draw((rows, columns + pad), self.dtype)
         wide[:, :at] = wide[:, at + columns :] = float("nan")
         return wide[:, at : at + columns]

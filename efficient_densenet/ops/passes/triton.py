@@ -1,7 +1,7 @@
 """The passes by Triton kernels, :mod:`.triton_kernels`; see :class:`~.Passes`. Importing this imports no Triton.
 
-A pass whose kernel has not proved itself on the device (:mod:`.proof`), or whose case no kernel was made for, is that of
-:mod:`.tiles`.
+A pass whose kernel has not proved itself on the device (:mod:`.proof`), or whose case no kernel was made for, is that
+of :mod:`.tiles`.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def conv1x1_backward(x, norm, weight, b, dz2, norm2, correction2, g, first, need
         convolution = scratch.take("convolution sums", parts, width, dtype)
     slope, level, mean = _three(correction2)
     launch.product_gradient(
-        x, g, b, dz2, weight.flatten(1).contiguous(), norm.scale, norm.shift, norm.mean, norm2.scale, slope, level, mean,
-        convolution, sums, first, each, need.weight, need.bias,
+        x, g, b, dz2, weight.flatten(1).contiguous(), norm.scale, norm.shift, norm.mean, norm2.scale, slope, level,
+        mean, convolution, sums, first, each, need.weight, need.bias,
     )  # fmt: skip
     return _Sums(need, sums, convolution)
 

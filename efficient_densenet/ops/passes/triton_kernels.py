@@ -1,7 +1,7 @@
 """The Triton kernels of a dense block. Imports Triton: nothing but :mod:`.launch` imports this, and only to launch.
 
-Every matrix is rows of pixels by columns of channels, columns next to each other: a prefix or a slice of a wider one, so
-its pitch (``ld…``) is an argument. What they have in common:
+Every matrix is rows of pixels by columns of channels, columns next to each other: a prefix or a slice of a wider one,
+so its pitch (``ld…``) is an argument. What they have in common:
 
 * Products and sums are accumulated in ``ACC`` (float32; float64 for proofs), operands rounded to the features' type as
   the plain path stores them. A sum over rows is written as one partial sum per program, ``(parts, …)``, and added up in
@@ -545,8 +545,8 @@ def fold(
     """``r = 1 / sqrt(var + eps)``, ``scale = gamma r``, ``shift = beta - mean scale`` of C channels.
 
     With MERGE, first mean and variance of K channels from ``start`` on, out of PART (parts, 2, K), those of every
-    ``part_rows`` of m rows, by Chan, Golub and LeVeque's formula; the others are in MEAN and VAR. Without BATCH the mean
-    is copied too.
+    ``part_rows`` of m rows, by Chan, Golub and LeVeque's formula; the others are in MEAN and VAR. Without BATCH the
+    mean is copied too.
     """
     cs = tl.program_id(0) * BC + tl.arange(0, BC)
     cmask = cs < C
@@ -598,7 +598,7 @@ def finish_gradient(
 
     NORM: ``dbeta = Σ dz``, ``dgamma = r Σ dz (x - mean)`` of C channels from SUMS (parts, 2, C); with BATCH,
     ``slope -= r scale dgamma / count``, ``level -= scale dbeta / count``.
-    WEIGHT: ``out[o, tap, c] = Σ DW`` from (splits, O TAPS CW), ``out`` with strides so, st, sc. BIAS: the O behind them.
+    WEIGHT: ``out[o, tap, c] = Σ DW`` from (splits, O TAPS CW), ``out`` with strides so, st, sc. BIAS: the O behind.
     """
     pid = tl.program_id(0)
     vectors = 0
