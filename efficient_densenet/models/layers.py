@@ -218,13 +218,11 @@ class DenseBlock(nn.ModuleDict):
     def _run(self, x: Tensor) -> Tensor:
         if self.efficient == "naive" or why_plain(x):
             return self._plain(x)
-        if torch.compiler.is_compiling():
-            return _run_outside_the_compiler(self._run_as_planned, x)
-        return self._run_as_planned(x)
-
-    def _run_as_planned(self, x: Tensor) -> Tensor:
         runs = self.plan().runs
-        return self._plain(x) if runs == "naive" else in_format(*self._inside(x, runs))
+        if runs == "naive":
+            return self._plain(x)
+        out, channels_last = self._inside(x, runs)
+        return out if channels_last is None else in_format(out, channels_last)
 
     def _inside(self, x: Tensor, runs: str, channels_last: bool | None = None) -> tuple[Tensor, bool]:
         """The block on shared storage, and whether its output is channels-last in the plain model.
@@ -235,9 +233,11 @@ class DenseBlock(nn.ModuleDict):
             channels_last: whether that is, where it comes from another part of the library and may be laid out
                 otherwise; ``None`` where it comes from outside.
         """
-        if runs == "checkpoint" or self._dtype_of(x) is None:
-            return self._checkpointed(x, channels_last)
-        return self._fused(x, channels_last)
+        if runs != "checkpoint" and self._dtype_of(x) is not None:
+            return self._fused(x, channels_last)
+        if torch.compiler.is_compiling():
+            return _run_outside_the_compiler(lambda x: in_format(*self._checkpointed(x, channels_last)), x), None
+        return self._checkpointed(x, channels_last)
 
     def closed_by(
         self, x: Tensor, tail: nn.Module, keep_conv1: bool = False, channels_last: bool | None = None
@@ -259,7 +259,7 @@ class DenseBlock(nn.ModuleDict):
         if why_no_transition(tail) if isinstance(tail, Transition) else why_no_final_norm(tail):
             return None
         run = functools.partial(self._closed, runs=runs, tail=tail, keep_conv1=keep_conv1, channels_last=channels_last)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and (runs == "checkpoint" or self._dtype_of(x) is None):
             return _run_outside_the_compiler(lambda x: in_format(*run(x)), x), None
         return run(x)
 
@@ -268,7 +268,7 @@ class DenseBlock(nn.ModuleDict):
     ) -> tuple[Tensor, bool]:
         is_transition = isinstance(tail, Transition)
         norm = tail.norm if is_transition else tail
-        fused = runs != "checkpoint" and self._dtype_of(x) is not None and min(x.shape[2:]) > is_transition
+        fused = runs != "checkpoint" and self._dtype_of(x) is not None and min(x.shape[2:]) > int(is_transition)
         if fused and len(self._process_groups() | NormCall.of(norm).groups) <= 1:
             return self._fused(x, channels_last, tail, keep_conv1)
         features, channels_last = self._inside(x, runs, channels_last)
@@ -328,7 +328,16 @@ class DenseBlock(nn.ModuleDict):
             x = x.unsqueeze(2)
             parameters = [p.unsqueeze(2) if p.dim() == 3 else p for p in parameters]
         keep_conv1 = keep_conv1 or self.efficient != "lean"
-        out = fused_block(x, BlockCall(tuple(calls), tail_call, keep_conv1), parameters, dtype)
+        call = BlockCall(tuple(calls), tail_call, keep_conv1)
+        if not torch.compiler.is_compiling():
+            out = fused_block(x, call, parameters, dtype)
+        elif call.group is None:
+            from ..ops.operators import traced_block
+
+            out = traced_block(x, call, parameters, dtype)
+        else:  # what processes tell each other is no operator's business
+            run = functools.partial(fused_block, call=call, parameters=parameters, dtype=dtype)
+            out = _run_outside_the_compiler(run, x)
         return out.squeeze(2) if one_d else out, channels_last
 
     def _dtype_of(self, x: Tensor) -> torch.dtype | None:
@@ -395,6 +404,10 @@ class DenseBlock(nn.ModuleDict):
         foreign = [f"{key} is a {type(layer).__name__}" for key, layer in self.items() if type(layer) is not DenseLayer]
         return ", ".join(foreign)
 
+    def _objections(self, why: Callable[[nn.Module], str]) -> list[tuple[str, str]]:
+        answers = [(key, why(layer)) for key, layer in self.items()]
+        return [(key, answer) for key, answer in answers if answer]
+
     def plan(self, name: str = "", keeps_conv1: bool = False) -> BlockPlan:
         """What this block runs, and why where that was not asked for; ``keeps_conv1`` as its model decides in lean."""
         asked = self.efficient
@@ -405,17 +418,16 @@ class DenseBlock(nn.ModuleDict):
         if is_inspected(self):
             return BlockPlan(name, asked, "naive", "inspected: every norm and convolution has hooks")
         if asked != "checkpoint":
-            reasons = [f"{key}: {why}" for key, layer in self.items() if (why := why_not_fused(layer))]
+            reasons = [f"{key}: {why}" for key, why in self._objections(why_not_fused)]
             if not reasons and len(self._process_groups()) > 1:
                 reasons = ["its norms take their statistics over different processes"]
             if not reasons:
                 runs = "fused" if asked == "auto" else asked
                 return BlockPlan(name, asked, runs, keeps_conv1=keeps_conv1 or runs == "fused")
         else:
-            reasons = [
-                f"{key} is not recomputed: {why}" for key, layer in self.items() if (why := why_not_recomputed(layer))
-            ]
-        if reasons and (quantised := [f"{key}: {why}" for key, layer in self.items() if (why := why_quantised(layer))]):
+            reasons = [f"{key} is not recomputed: {why}" for key, why in self._objections(why_not_recomputed)]
+        quantised = [f"{key}: {why}" for key, why in self._objections(why_quantised)] if reasons else []
+        if quantised:
             return BlockPlan(name, asked, "naive", "; ".join(quantised))
         return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))
 

@@ -175,9 +175,13 @@ def move_running_statistics(moves: Sequence[tuple[nn.Module, Statistics]], count
     if counters:
         torch._foreach_add_(counters, 1)
     for momentum, counter, mean, var, batch in tracking:
-        if momentum is None:
-            momentum = 0.0 if counter is None else 1.0 / float(counter)
+        if momentum is None and counter is None:
+            momentum = 0.0
         move = (mean, var, as_type(batch.mean, mean.dtype), as_type(batch.var, var.dtype))
+        if momentum is None:  # the cumulative average, without waiting for the counter
+            mean.lerp_(move[2], 1.0 / counter.to(mean.dtype))
+            var.lerp_(move[3] * (count / (count - 1)), 1.0 / counter.to(var.dtype))
+            continue
         together.setdefault(momentum, []).append(move)
     for factor, lists in together.items():
         means, variances, batch_means, batch_variances = zip(*lists, strict=True)

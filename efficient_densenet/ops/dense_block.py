@@ -82,6 +82,7 @@ class LayerCall:
     norm1: NormCall
     norm2: NormCall | None
     drop_rate: float
+    factor: Tensor | None = None  # dropout's factors, ``(N, k, *spatial)``, where they have been drawn already
 
     @property
     def num_parameters(self) -> int:
@@ -107,11 +108,15 @@ class BlockCall:
     keep_conv1: bool
 
     @property
+    def norms(self) -> list[NormCall]:
+        """Its norms in order, the tail's included."""
+        norms = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2) if norm is not None]
+        return norms if self.tail is None else [*norms, self.tail.norm]
+
+    @property
     def batch_norms(self) -> list[NormCall]:
-        """Those of its norms, the tail's included, that take batch statistics."""
-        norms = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
-        norms.append(self.tail and self.tail.norm)
-        return [norm for norm in norms if norm is not None and norm.batch]
+        """Those of its norms that take batch statistics."""
+        return [norm for norm in self.norms if norm.batch]
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -157,7 +162,7 @@ def dense_block_reference(x: Tensor, call: BlockCall, parameters: Sequence[Tenso
         weight = p[-1].to(x.dtype)
         y = conv(y, weight, padding=tuple(t // 2 for t in weight.shape[2:]))
         if layer.drop_rate:
-            y = y * _dropout_noise(y.shape, y.dtype, y.device, layer.drop_rate, kept.random_state)
+            y = y * draw_dropout(y.shape, y.dtype, y.device, layer.drop_rate, kept.random_state)
         features.append(y)
     out = torch.cat(features, 1)
     if call.tail is not None:
@@ -177,8 +182,8 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if _random_devices(device) else torch.get_rng_state()
 
 
-def _dropout_noise(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, rate: float, state: Tensor | None
+def draw_dropout(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, rate: float, state: Tensor | None = None
 ) -> Tensor:
     """Dropout's factors, 0 or 1 / (1 - rate), drawn in contiguous order as by the plain layer; or as before."""
     ones = torch.ones(shape, dtype=dtype, device=device)
@@ -241,13 +246,14 @@ class _Geometry:
         """Working memory with a row for every row of the buffer."""
         return self.scratch.take(name, self.rows.shape[0], width, self.dtype)
 
-    def factor(self, i: int, rate: float, state: Tensor | None) -> Tensor | None:
+    def factor(self, i: int, layer: LayerCall, state: Tensor | None) -> Tensor | None:
         """Dropout's factors for what layer ``i`` writes, as the passes take them, ``(n, hw, k)``."""
-        if not rate:
-            return None
-        start, stop = self.own(i)
-        shape = (self.features.shape[0], stop - start, *self.sizes)
-        return _dropout_noise(shape, self.dtype, self.device, rate, state).flatten(2).transpose(1, 2)
+        factor = layer.factor
+        if layer.drop_rate:
+            start, stop = self.own(i)
+            shape = (self.features.shape[0], stop - start, *self.sizes)
+            factor = draw_dropout(shape, self.dtype, self.device, layer.drop_rate, state)
+        return None if factor is None else factor.flatten(2).transpose(1, 2)
 
 
 class _Forward:
@@ -301,7 +307,7 @@ class _Forward:
             source = b
         if layer.drop_rate and self.keep:
             kept.random_state = _random_state(of.device)
-        factor = of.factor(i, layer.drop_rate, None)
+        factor = of.factor(i, layer, None)
         place = self.statistics[:, own_start:own_stop] if own_stop <= of.through_statistics else None
         new = passes.conv3x3_forward(source, norm, p[-1], None, factor, of.sizes, y, place, of.scratch)
         self.take(own_start, place, new)
@@ -359,7 +365,8 @@ class _Forward:
             sizes = of.sizes[1:] if tuple(self.groups[0][-1].shape[2:]) == (1, 3) else of.sizes  # what the block was given
             check_count(self.exchange.count, (of.features.shape[0], stop - start, *sizes))
         mean, var = self.statistics[:, start:stop].unbind(0)
-        self.moves.append((norm.module, Statistics(mean, var)))
+        if norm.module is not None:
+            self.moves.append((norm.module, Statistics(mean, var)))
         return of.passes.fold(mean, var, gamma, beta, norm.eps, True, new, at - start, of.scratch)
 
 
@@ -376,7 +383,7 @@ class _Backward:
     """
 
     def __init__(self, features, channels, call, parameters, kept, needed):
-        self.call, self.kept = call, kept
+        self.call, self.kept, self.needed = call, kept, needed
         self.groups, self.tail_parameters = call.split(parameters)
         self.needs, self.tail_needs = call.split(needed[1:])
         self.of = of = _Geometry(features, channels, call, self.groups)
@@ -392,6 +399,15 @@ class _Backward:
         norms = [norm for layer in kept.layers for norm in (layer.norm1, layer.norm2)]
         norms = [norm for norm in (*norms, kept.tail) if norm is not None]
         self.short_cuts = of.passes.short_cuts(norms, of.dtype)
+
+    def run(self, grad: Tensor) -> list[Tensor | None]:
+        """The gradients of the input and of all parameters, ``None`` where it is not wanted."""
+        gradients = list(self.tail(grad))
+        self.of.scratch.clear()  # a tail works on all channels of whole images, the layers on less
+        for i in reversed(range(len(self.groups))):
+            gradients[:0] = self.layer(i)
+        gradients.insert(0, self.input() if self.needed[0] else None)
+        return [g if need else None for g, need in zip(gradients, self.needed, strict=True)]
 
     def tail(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Fill G from the gradient of what the tail gave; returns the tail's parameter gradients."""
@@ -424,7 +440,7 @@ class _Backward:
             return (None,) * len(needs)
         x, y, (dy, _) = columns(of.rows, *read), columns(of.rows, *own), self.gradient(*own)
         correction = self.correction_of(*own)
-        factor = of.factor(i, call.drop_rate, kept.random_state)
+        factor = of.factor(i, call, kept.random_state)
         if norm2 is None:
             pending = passes.conv3x3_backward(
                 x, norm1, p[2], y, dy, correction, factor, of.sizes, g, first,
@@ -491,7 +507,7 @@ class _Backward:
 
 
 @contextlib.contextmanager
-def _as_it_says(device: torch.device) -> Iterator[None]:
+def as_it_says(device: torch.device) -> Iterator[None]:
     """Within it every operation is computed in the type its tensors have."""
     with torch.autocast(device.type, enabled=False), products_as_convolutions(device):
         yield
@@ -500,7 +516,7 @@ def _as_it_says(device: torch.device) -> Iterator[None]:
 class _DenseBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, buffer, call, *parameters):
-        with _as_it_says(x.device):
+        with as_it_says(x.device):
             run = _Forward(buffer, x.shape[1], call, parameters, keep=True)
             out, kept = run.run(), run.kept
         conv1 = [layer.conv1 for layer in kept.layers]
@@ -530,16 +546,9 @@ class _DenseBlock(torch.autograd.Function):
 
         layers = [_KeptLayer(k.norm1, k.norm2, b, k.random_state) for k, b in zip(layers, conv1, strict=True)]
         kept = dataclasses.replace(ctx.kept, layers=layers)
-        with _as_it_says(x.device):
-            run = _Backward(features, x.shape[1], ctx.call, parameters, kept, needed)
-            tail = run.tail(grad)
-            del grad
-            run.of.scratch.clear()  # a tail works on all channels of whole images, the layers on less
-            rest = []
-            for i in reversed(range(len(layers))):
-                rest[:0] = run.layer(i)
-            dx = run.input() if needed[0] else None
-        return dx, None, None, *(g if need else None for g, need in zip((*rest, *tail), needed[1:], strict=True))
+        with as_it_says(x.device):
+            dx, *rest = _Backward(features, x.shape[1], ctx.call, parameters, kept, needed).run(grad)
+        return dx, None, None, *rest
 
 
 @overridable
@@ -561,7 +570,7 @@ def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype:
     first = append(None, x, buffer)
     if torch.is_grad_enabled() and (first.requires_grad or any(p.requires_grad for p in parameters)):
         return _DenseBlock.apply(first, buffer, call, *parameters)
-    with _as_it_says(x.device):
+    with as_it_says(x.device):
         return _Forward(buffer, x.shape[1], call, parameters, keep=False).run()
 
 

@@ -81,7 +81,7 @@ class _GradientInFormat(torch.autograd.Function):
 @overridable
 def gradient_in_format(x: Tensor, channels_last: bool | Callable[[], bool]) -> Tensor:
     """``x`` as it is; its gradient arrives in the given format, or in the one that is known by then."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):  # the compiler's affair
         return x
     return _GradientInFormat.apply(x, channels_last if callable(channels_last) else lambda: channels_last)
 
@@ -102,6 +102,8 @@ def behind_convolution(channels_last: bool, shape: Sequence[int], weight: Tensor
     """
     if weight.dim() not in _FORMATS or not (channels_last or is_channels_last(weight)):
         return False
+    if torch.compiler.is_compiling():  # which asks by itself
+        return True
     return _can_be_channels_last(tuple(shape), tuple(weight.shape), dtype, weight.device, torch.get_num_threads())
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 def call(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``run(x)``, as it is.
 
-    The compiler would trace a block's recomputation away or compile it anew for every shape. The block runs uncompiled,
-    between the compiled parts before and behind it.
+    The compiler would trace a checkpointed block's recomputation away, and cannot trace statistics over processes. Such a
+    block runs uncompiled, between the compiled parts before and behind it.
     """
     return run(x)
