@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from efficient_densenet.ops import costs
-from efficient_densenet.ops.passes import launch, proof, reference, triton
+from efficient_densenet.ops.passes import launch, proof, reference, tiles, triton
 from efficient_densenet.ops.passes.proof import CASES, ODD, Shape, disagreement
 from efficient_densenet.ops.tiles import Scratch
 
@@ -24,7 +24,7 @@ LOW = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = {
     "odd": ODD,
     # Several chunks of every kind: of 32 channels read, of the width, of the channels written.
-    "chunks": Shape(n=1, sizes=(9, 8), channels=70, width=40, k=36, taps=(1, 3), pad=10),
+    "chunks": Shape(n=1, sizes=(4, 5), channels=37, width=40, k=36, taps=(1, 3), pad=3),
     "all": Shape(
         n=2, sizes=(4, 6), channels=24, width=16, k=8, pad=8, first=8, bias=True, dropout=True, channels_last=True,
         pool=(2, 3),
@@ -103,12 +103,12 @@ def test_a_kernel_that_proves_wrong_is_left_alone(monkeypatch):
     x, norm = v.matrix(8, 5), v.norm(5)
     out, want = torch.empty_like(x), torch.empty_like(x)
     with pytest.warns(UserWarning, match="norm_relu are not used for torch.float32 on cpu, but torch's"):
-        triton.norm_relu(x, norm, out, None)
-    reference.norm_relu(x, norm, want, None)
+        triton.norm_relu(x, norm, out, Scratch(CPU))
+    tiles.norm_relu(x, norm, want, Scratch(CPU))
     assert torch.equal(out, want)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        triton.norm_relu(x, norm, out, None)
+        triton.norm_relu(x, norm, out, Scratch(CPU))
     assert [args[0] for args in tried] == ["norm_relu"]
     assert "differs" in proof.verdicts(CPU)["norm_relu", torch.float32]
 
@@ -123,11 +123,11 @@ def test_a_kernel_that_does_not_compile_is_left_alone(monkeypatch):
     x = torch.randn(8, 5)
     norm = proof._Values(torch.float32, CPU, False).norm(5)
     out, want = torch.empty_like(x), torch.empty_like(x)
-    triton.norm_relu(x, norm, out, None)  # proves itself
+    triton.norm_relu(x, norm, out, Scratch(CPU))  # proves itself
     monkeypatch.setattr(launch, "norm_relu", refuse)  # and fails on another shape
     with pytest.warns(UserWarning, match="no registers"):
-        triton.norm_relu(x, norm, out, None)
-    reference.norm_relu(x, norm, want, None)
+        triton.norm_relu(x, norm, out, Scratch(CPU))
+    tiles.norm_relu(x, norm, want, Scratch(CPU))
     assert torch.equal(out, want)
 
 

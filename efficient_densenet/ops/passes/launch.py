@@ -221,7 +221,9 @@ def _tile(kernel: str, itemsize: int, precision: str, columns: int, inner: int, 
     if kernel == "conv_input_gradient":
         return Tile(64, 64, 16 if exact else min(max(power_of_two(inner), 16), 32), 4, 2)
     if kernel == "conv_weight_gradient":
-        return Tile(32 if exact else 64, 64, min(max(power_of_two(inner), 16), 64), 4, 2)
+        blackwell = capability[:1] in ((10,), (11,), (12,))
+        rows = 32 if exact or (blackwell and not half) else 64
+        return Tile(rows, 64, min(max(power_of_two(inner), 16), 64), 4, 2)
     if kernel == "product_gradient":
         taken = max(power_of_two(inner), 16)
         hopper = capability in ((9, 0), (10, 0), (10, 3))  # or later, with its shared memory
@@ -263,13 +265,13 @@ def together(x: Tensor, columns: int, first: int = 0, exact: bool = False) -> in
         first: what else it has to divide.
         exact: whether it has to divide ``columns`` as well.
     """
-    size, offset = x.element_size(), x.storage_offset()
-    address = offset * size if x.device.type == "meta" else x.data_ptr()
+    size = x.element_size()
+    address = x.storage_offset() * size if x.is_meta else x.data_ptr()
     pitch = x.stride(0) if x.dim() == 2 else 0
     bits = address // size | pitch | first | 16 // size
     width = bits & -bits
     if columns % width:
-        end = offset + (x.shape[0] - 1) * pitch + cdiv(columns, width) * width
+        end = x.storage_offset() + (x.shape[0] - 1) * pitch + cdiv(columns, width) * width
         if exact or end * size > x.untyped_storage().nbytes():
             width = columns & -columns
     return width

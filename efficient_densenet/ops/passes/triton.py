@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..conv3x3 import add_product
-from . import launch, proof
+from . import launch, proof, reference
 from . import tiles as plain
 from .launch import cdiv
 from .vectors import Correction, FoldedNorm, Gradients, Need, Partial, wide_type
