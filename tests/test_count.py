@@ -285,13 +285,16 @@ def test_autocast_halves_what_is_kept(mode):
 @needs_fake_cuda
 @pytest.mark.parametrize("mode", ALL)
 def test_settings_that_ask_for_a_device_that_is_not_there(mode):
-    """Dropout's generator, and a counter that is read: one wait per norm, as in the plain model."""
+    """Dropout's generator, and a counter: the plain model reads it, one wait per norm; the efficient modes do not."""
     model = net(mode, (2,), drop_rate=0.2)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None
     step = count_step(model, torch.empty(4, 3, 8, 8), loss)
-    assert step.total.host_waits == sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    called = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    if mode != "naive":  # only the checkpointed mode calls norms, but those it rebuilds
+        called = [name for name in called if mode == "checkpoint" and not name.endswith("norm1")]
+    assert step.total.host_waits == len(called)
 
 
 def test_a_device_that_cannot_be():

@@ -27,7 +27,7 @@ TF32_TOLERANCE = 5e-3
 _verdicts: dict[tuple[str, torch.device, torch.dtype, str], str | None] = {}
 
 
-def holds(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+def holds(name: str, passes, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels of a pass give the right numbers here; found out when first asked."""
     if is_assumed(device):
         return True
@@ -37,7 +37,7 @@ def holds(name: str, device: torch.device, dtype: torch.dtype) -> bool:
             return False  # nothing can be tried now
         _verdicts[key] = None  # while it is being tried
         if name in CASES:
-            fault = _try(name, device, dtype)
+            fault = _try(name, passes, device, dtype)
             if fault is not None:
                 fails(name, device, dtype, fault)
     return _verdicts[key] is None
@@ -56,12 +56,10 @@ def verdicts(device: torch.device) -> dict[tuple[str, torch.dtype], str | None]:
     return {(name, dtype): verdict for (name, on, dtype, _), verdict in _verdicts.items() if on == device}
 
 
-def _try(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    from . import triton
-
+def _try(name: str, passes, device: torch.device, dtype: torch.dtype) -> str | None:
     with _undisturbed(device):
         try:
-            return disagreement(name, triton, dtype, device, ODD)
+            return disagreement(name, passes, dtype, device, ODD)
         except Failed as failure:
             return str(failure)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ from .launch import cdiv
 from .vectors import Correction, FoldedNorm, Gradients, Need, Partial, wide_type
 
 LARGEST_PRODUCT = 256  # output channels of a 1x1 convolution whose gradient a program can hold
+
+
+_here = sys.modules[__name__]
 
 
 class _Sums(NamedTuple):
@@ -37,7 +41,7 @@ def _pass(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(x: Tensor, *args, **kwargs):
-        if proof.holds(name, x.device, x.dtype):
+        if proof.holds(name, _here, x.device, x.dtype):
             try:
                 return function(x, *args, **kwargs)
             except launch.Failed as failure:
@@ -73,7 +77,7 @@ def statistics(x, statistics, scratch):
 
 def fold(mean, var, gamma, beta, eps, batch, new, at, scratch):
     dtype = wide_type(mean.dtype)
-    if not proof.holds("fold", mean.device, dtype):
+    if not proof.holds("fold", _here, mean.device, dtype):
         return plain.fold(mean, var, gamma, beta, eps, batch, new, at, scratch)
     count = mean.shape[0]
     # Rows of a multiple of 16 bytes, so that what reads them in vectors may read past their end.

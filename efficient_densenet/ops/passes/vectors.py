@@ -34,7 +34,7 @@ def merge(new: Partial, mean: Tensor, var: Tensor) -> None:
     """Write the statistics of all rows, from those of parts of them, by Chan, Golub and LeVeque's formula."""
     means, variances = new.values.unbind(1)
     share = torch.full((1, len(means)), new.rows / new.count, dtype=means.dtype, device=means.device)
-    share[0, -1] = 1 - (len(means) - 1) * new.rows / new.count
+    share[:, -1:].fill_(1 - (len(means) - 1) * new.rows / new.count)
     torch.mv(means.t(), share[0], out=mean)
     torch.mv((variances + (means - mean).square_()).t(), share[0], out=var)
 
