@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
+import io
+import math
 import multiprocessing
 import os
 import platform
@@ -12,7 +14,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -288,10 +291,31 @@ def writable(name: str, path: object, suffix: str) -> None:
 def run_in_fresh_process(function: Callable[[dict], dict], cell: dict[str, Any]) -> dict[str, Any]:
     """``function(cell)`` in a process of its own; the row it makes, or one that says ``out of memory``.
 
-    Processes are forked from a server that has imported torch and done nothing, so each one starts clean and at once.
-
     Raises:
         RuntimeError: the function failed in another way; names it.
+    """
+    *rows, end = rows_in_fresh_process(function, cell)
+    if end["status"] == "out of memory":
+        return {**cell, "status": "out of memory"}
+    if end["status"] != "ok":
+        raise RuntimeError(f"{cell} failed: {end['status']}")
+    return {**cell, **rows[0], "status": "ok"}
+
+
+def rows_in_fresh_process(
+    function: Callable[[dict], dict | Iterable[dict]], cell: dict[str, Any], seconds: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """The rows ``function(cell)`` returns or yields in a process of its own, each as it comes.
+
+    Processes are forked from a server that has imported torch and done nothing, so each one starts clean and at once.
+
+    Args:
+        function: makes the rows; one, or an iterable of them.
+        cell: what it is called with.
+        seconds: after these the process is ended.
+
+    Yields:
+        The rows; the last one holds the ``status`` alone: ``ok``, ``out of memory``, ``out of time``, or what went wrong.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "efficient_densenet.memory"])
@@ -299,21 +323,36 @@ def run_in_fresh_process(function: Callable[[dict], dict], cell: dict[str, Any])
     process = context.Process(target=_run_cell, args=(sender, function, cell))
     process.start()
     sender.close()
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    status = None
     try:
-        row, error = receiver.recv()
-    except EOFError:
-        row, error = {}, "it ended without a result"
-    process.join()
-    if process.exitcode == -signal.SIGKILL or error == "out of memory":
-        return {**cell, "status": "out of memory"}
-    if error:
-        raise RuntimeError(f"{cell} failed: {error}")
-    return {**cell, **row, "status": "ok"}
+        while status is None:
+            if not receiver.poll(None if seconds is None else max(end - time.monotonic(), 0)):
+                status = "out of time"
+                break
+            try:
+                row, status = receiver.recv()
+            except EOFError:
+                process.join()
+                killed = process.exitcode == -signal.SIGKILL  # so Linux ends what takes too much
+                status = "out of memory" if killed else "it ended without a result"
+            else:
+                if status is None:
+                    yield row
+    finally:
+        if status in (None, "out of time"):
+            process.kill()
+        process.join()
+        receiver.close()
+    yield {"status": status}
 
 
-def _run_cell(sender, function: Callable[[dict], dict], cell: dict[str, Any]) -> None:
+def _run_cell(sender, function: Callable[[dict], dict | Iterable[dict]], cell: dict[str, Any]) -> None:
     try:
-        sender.send((function(cell), None))
+        rows = function(cell)
+        for row in [rows] if isinstance(rows, dict) else rows:
+            sender.send((row, None))
+        sender.send(({}, "ok"))
     except Exception as error:
         sender.send(({}, "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"))
 
@@ -366,12 +405,18 @@ def _relative(path: str) -> str:
 
 def write_rows(path: str, rows: list[dict[str, Any]]) -> None:
     """CSV, whole or not at all."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(column for row in rows for column in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    replace_text(path, text.getvalue())
+
+
+def replace_text(path: str | Path, text: str) -> None:
+    """A text file, whole or not at all."""
     temporary = f"{path}.tmp"
     with open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        file.write(text)
     os.replace(temporary, path)
 
 
