@@ -16,12 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import cuda_counts  # noqa: E402
+import gpu_check  # noqa: E402
 import measure  # noqa: E402
 import memory  # noqa: E402
 import report  # noqa: E402
 import speed  # noqa: E402
 
-COMMANDS = {"memory": memory, "speed": speed, "cuda_counts": cuda_counts, "report": report}
+COMMANDS = {"memory": memory, "speed": speed, "cuda_counts": cuda_counts, "gpu_check": gpu_check, "report": report}
 
 
 def read(path: Path) -> list[dict[str, str]]:

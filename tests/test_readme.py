@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import cuda_counts  # noqa: E402
+import gpu_check  # noqa: E402
 import measure  # noqa: E402
 import memory  # noqa: E402
 import report  # noqa: E402
@@ -34,6 +35,7 @@ UNDERSTOOD = {  # reads the flags and does nothing
     "benchmarks/memory.py": lambda flags: measure.parse(memory.Settings, flags),
     "benchmarks/speed.py": lambda flags: measure.parse(speed.Settings, flags),
     "benchmarks/cuda_counts.py": lambda flags: measure.parse(cuda_counts.Settings, flags),
+    "benchmarks/gpu_check.py": lambda flags: measure.parse(gpu_check.Settings, flags),
     "benchmarks/report.py": lambda flags: measure.parse(report.Settings, flags),
 }
 
