@@ -15,6 +15,7 @@ from helpers import (
     each_mode,
     evaluation,
     gradients,
+    blocks,
     images,
     layers,
     linear_loss,
@@ -358,3 +359,39 @@ def test_eps_of_zero_is_what_torch_makes_of_it(mode):
             outcomes.append(str(error))
     assert type(outcomes[0]) is type(outcomes[1])
     assert outcomes[0] == outcomes[1] if isinstance(outcomes[0], str) else torch.allclose(*outcomes)
+
+
+@each_mode
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_what_is_no_number_goes_where_it_goes_in_the_plain_model(mode, value, training):
+    """In the model's input, and in that of a block called alone. Kills: a mean from differences to an infinite mean."""
+    for overrides in ({}, {"bn_size": None}, {"small_inputs": False}, {"spatial_dims": 1}):
+        found = []
+        for net in (toy(**overrides), toy(mode, **overrides)):
+            x, features = images(3, 3, *(16,) * net.spatial_dims), images(3, 8, *(6,) * net.spatial_dims)
+            x.view(-1)[5] = features.view(-1)[5] = value
+            net.train(training)
+            state = {"block": blocks(net)[0](features).detach(), **buffers(net)}
+            found.append({**state, "model": net(x).detach(), **{f"then {k}": v for k, v in buffers(net).items()}})
+        for name, want in found[0].items():
+            got = found[1][name]
+            assert torch.equal(want.isnan(), got.isnan()) and torch.equal(want.isinf(), got.isinf()), name
+            assert torch.equal(want[want.isinf()], got[want.isinf()]), name
+
+
+@pytest.mark.parametrize("mode", ["fused", "lean"])
+def test_a_transition_pools_large_half_precision_numbers(mode):
+    """17,000 behind the rectifier: four of them are no fp16 number, their mean is. Kills: a window summed in fp16."""
+    found = []
+    for dtype, asked in ((torch.float64, "naive"), (torch.float16, mode)):
+        net = toy(asked, dtype=dtype, block_config=(1, 1)).eval()
+        norm = net.features.transition1.norm
+        with torch.no_grad():
+            norm.weight.zero_(), norm.bias.fill_(17000.0)
+            net.features.transition1.conv.weight.fill_(1 / 16)
+        block, tail = net.features.denseblock1, net.features.transition1
+        closed = block.closed_by(images(2, 8, 8, 8).to(dtype), tail) if asked != "naive" else None
+        found.append(closed[0] if closed else tail(block(images(2, 8, 8, 8).to(dtype))))
+    assert found[1].dtype == torch.float16 and found[1].isfinite().all()
+    assert (found[1].double() - found[0]).abs().max() <= 2e-3 * found[0].abs().max()

@@ -52,8 +52,8 @@ def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     near = torch.mm(share, rows)
     centred = rows - near
     rest = torch.mm(share, centred)
-    mean = (near + rest)[0]
-    return mean, torch.mm(share, centred.square_()).addcmul_(rest, rest, value=-1)[0]
+    var = torch.mm(share, centred.square_()).addcmul_(rest, rest, value=-1)[0]
+    return (near + rest.nan_to_num_())[0], var  # from an infinite mean nothing differs by a number
 
 
 def _complete(found: Sequence[tuple[Tensor, Tensor]], step: int, rows: Tensor, statistics: Tensor) -> Partial | None:
@@ -351,8 +351,8 @@ class _Pooling:
             ]
         return views
 
-    def sums(self, z: Tensor) -> Tensor:
-        """The sum over each window, as rows, added up in float32 or wider."""
+    def means(self, z: Tensor) -> Tensor:
+        """The mean over each window, as rows; in float32 or wider until it is one, as a sum may be no half number."""
         first, *others = self.windows(z)
         if not others:
             return z
@@ -361,7 +361,7 @@ class _Pooling:
         torch.add(first, others[0], out=images)
         for other in others[1:]:
             images.add_(other)
-        return as_type(sums, z.dtype)
+        return as_type(sums.mul_(1 / self.window), z.dtype)
 
     def mask_gradient(self, dp: Tensor, z: Tensor) -> Tensor:
         """``dz`` in the place of ``z``: the gradient of each window's sum where z is positive, else zero."""
@@ -378,14 +378,14 @@ class _Pooling:
 
 def transition_forward(x, norm, weight, bias, pool, sizes, out, scratch):
     pooling, image = _Pooling(pool, sizes, scratch), math.prod(sizes)
-    transposed = _transposed(weight, x.dtype) / pooling.window
+    transposed = _transposed(weight, x.dtype)
     bias = bias if bias is None else as_type(bias, x.dtype)
     step = _step(x, x.shape[1], image)
     activations = scratch.take("activations", step, x.shape[1], x.dtype)
     pooled = step // image * math.prod(pooling.sizes)
     for (x_tile,), (out_tile,) in zip(tiles(step, x), tiles(pooled, out), strict=True):
         z = _normalised(x_tile, norm, fit(activations, x_tile.shape[0]))
-        _product(pooling.sums(z), transposed, bias, out_tile)
+        _product(pooling.means(z), transposed, bias, out_tile)
 
 
 def transition_backward(x, norm, weight, grad, pool, sizes, out, first, need, scratch):
@@ -398,7 +398,7 @@ def transition_backward(x, norm, weight, grad, pool, sizes, out, first, need, sc
         z = _normalised(x_tile, norm, fit(activations, x_tile.shape[0]))
         dout = some.reshape(-1, some.shape[2])
         if need.weight:
-            total = add_product(total, dout.t(), pooling.sums(z))
+            total = add_product(total, dout.t(), pooling.means(z))
         if need.bias:
             sums.add_bias(dout)
         if not need.sums and place is None:
@@ -410,7 +410,7 @@ def transition_backward(x, norm, weight, grad, pool, sizes, out, first, need, sc
         if place is not None:
             _write_scaled(place, dz, norm, first)
     if need.weight:
-        sums.weight = total / pooling.window
+        sums.weight = total
     return sums
 
 
