@@ -7,6 +7,7 @@ import re
 import stat
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -15,9 +16,9 @@ from PIL import Image, UnidentifiedImageError
 
 from .config import IMAGE_FILES, RunError, UsageError
 
-_GREY = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
 LOOKED_AT = 50  # images of more than 8 bits, to see which values they use
 _END = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}  # of a file that was copied whole
+_GREY = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")  # PIL's modes of more than 8 bits
 
 
 class ClassFolders:
@@ -65,7 +66,7 @@ class ClassFolders:
 
     def __getitem__(self, index):
         path, label = self.samples[index]
-        with _opened(path, RunError) as file:
+        with _quiet(), _opened(path, RunError) as file:
             return _pixels(file, self.image_max), label
 
 
@@ -76,7 +77,7 @@ def look(parts, config):
     between shows when it is read.
 
     Args:
-        parts: The folders whose images will be used, the first one to learn the values from.
+        parts: The folders whose images will be used.
         config: The flags.
 
     Returns:
@@ -86,31 +87,26 @@ def look(parts, config):
         UsageError: An image cannot be used, or the images have different sizes and are not resized.
     """
     first, deep = None, []
-    for part in parts:
-        for index, (path, _) in enumerate(part.samples):
-            with _opened(path, _before_any_work) as file:
-                image = Image.open(file)
-                _refuse(image)
-                white, size = _white(image), image.size
-                _refuse_cut(image, file)
+    with _quiet():
+        for path, size, mode, white in _headers([path for part in parts for path, _ in part.samples]):
             if white is None and config.image_max is None:
-                raise UsageError(f"--image_max: which value is white in {path}? Its type ({image.mode}) does not say")
-            if white != 255 and part is parts[0]:
-                deep.append((index, config.image_max or white))
+                raise UsageError(f"--image_max: which value is white in {path}? Its type ({mode}) does not say")
+            if white != 255:
+                deep.append((path, config.image_max or white))
             first = first or size
             if size != first and config.image_size is None:
                 pixels = "{}x{} pixels, the first image has {}x{}".format(*size, *first)
                 raise UsageError(f"--image_size: the image {path} has {pixels}; --image_size N makes them all alike")
-    return first, _values_used(parts[0], deep, config)
+        return first, _values_used(deep, config)
 
 
-def _values_used(part, deep, config):
-    """What to say of images of more than 8 bits; ``deep``: which they are, and the value of white in each."""
+def _values_used(deep, config):
+    """What to say of images of more than 8 bits; ``deep``: their paths, and the value of white in each."""
     if not deep:
         return "--image_max changes nothing: no image has more than 8 bits" if config.image_max else None
     used = []
-    for index, white in deep[:: -(-len(deep) // LOOKED_AT)]:
-        with _opened(part.samples[index][0], _before_any_work) as file:
+    for path, white in deep[:: -(-len(deep) // LOOKED_AT)]:
+        with _opened(path, _before_any_work) as file:
             used.append((_pixels(file, 1).max().item(), white))
     top, white = max(used, key=lambda pair: pair[0] / pair[1])
     said = f"images of more than 8 bits: values up to {_number(top)}, white is {_number(white)}"
@@ -120,6 +116,26 @@ def _values_used(part, deep, config):
         fits = f"{2 ** int(top).bit_length() - 1}" if top.is_integer() else f"{top:.3g}"
         return f"{said}: most of the range lies idle, --image_max {fits} uses it"
     return said
+
+
+def _headers(paths):
+    """Path, size, mode and largest value of the type of each image; by several threads, as disks may be far away."""
+    slices = [paths[start : start + 64] for start in range(0, len(paths), 64)]
+    Image.init()  # which the threads would do at once
+    with ThreadPoolExecutor(8) as threads, contextlib.closing(threads.map(_some_headers, slices)) as results:
+        for headers in results:
+            yield from headers
+
+
+def _some_headers(paths):
+    headers = []
+    for path in paths:
+        with _opened(path, _before_any_work) as file:
+            image = Image.open(file)
+            _refuse(image)
+            headers.append((path, image.size, image.mode, _white(image)))
+            _refuse_cut(image, file)
+    return headers
 
 
 def _number(value):
@@ -149,13 +165,20 @@ def _files(folder, above):
 
 
 @contextlib.contextmanager
+def _quiet():
+    """PIL warns of large images and odd metadata, which are no matter here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
 def _opened(path, kind):
     """An open image file; all that goes wrong with it is an error of this kind which names it in a line."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
             raise ValueError("it is no file but a device or a pipe")
-        with open(path, "rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of large images and odd metadata, which are no matter here
+        with open(path, "rb") as file:
             yield file
     except UnidentifiedImageError:
         empty = os.path.getsize(path) == 0
@@ -208,7 +231,7 @@ def _refuse_cut(image, file):
     elif image.format == "TIFF":  # its strips or tiles: where they begin, how long they are
         parts = (273, 279) if 273 in image.tag_v2 else (324, 325)
         starts, lengths = (image.tag_v2.get(part, ()) for part in parts)
-        whole = len(starts) > 0 and max(map(sum, zip(starts, lengths, strict=True))) <= size
+        whole = len(starts) == len(lengths) > 0 and max(map(sum, zip(starts, lengths))) <= size
     else:
         length = {"WEBP": int.from_bytes(head[4:8], "little") + 8, "BMP": int.from_bytes(head[2:6], "little")}
         whole = 0 < length.get(image.format, 0) <= size
