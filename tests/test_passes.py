@@ -10,8 +10,9 @@ import dataclasses
 import pytest
 import torch
 
+from efficient_densenet import DenseNet
 from efficient_densenet.ops import device
-from efficient_densenet.ops.passes import Passes, tiles
+from efficient_densenet.ops.passes import Passes, choice, proof, tiles
 from efficient_densenet.ops.passes.proof import CASES, ODD, Shape, disagreement
 
 CPU = torch.device("cpu")
@@ -42,3 +43,22 @@ def test_every_pass_has_a_case():
     passes = {name for name, value in vars(Passes).items() if isinstance(value, staticmethod)}
     assert "conv1x1_backward" in passes
     assert passes - set(CASES) <= {"finish_backward", "short_cuts", "norm_relu_max_pool", "norm_relu_max_pool_backward"}
+
+
+def test_the_plan_says_what_the_passes_run_on(monkeypatch):
+    """Kills: kernels that are on, or off, without a word."""
+    model = DenseNet(4, (2,), num_init_features=8)
+    assert model.execution_plan()[0].passes == "torch's operations: the kernels are for CUDA"
+    assert model.set_efficient("checkpoint").execution_plan()[0].passes == ""
+    gpu = torch.device("cuda", 0)
+    with device.assume(device.H200):
+        assert choice(gpu, torch.float32) == "Triton kernels"
+        assert choice(gpu, torch.float64) == "torch's operations: there are no kernels for torch.float64"
+        fault = {("conv1x1_forward", gpu, torch.float32, proof.precision(torch.float32)): "wrong"}
+        monkeypatch.setattr(proof, "_verdicts", fault)
+        assert choice(gpu, torch.float32) == "Triton kernels, but torch's operations for conv1x1_forward"
+        monkeypatch.setenv("EFFICIENT_DENSENET_KERNELS", "0")
+        assert choice(gpu, torch.float32) == "torch's operations: EFFICIENT_DENSENET_KERNELS=0"
+        monkeypatch.delenv("EFFICIENT_DENSENET_KERNELS")
+    with device.assume(device.Description.of("cuda", (7, 5))):
+        assert "capability 8.0, not 7.5" in choice(gpu, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -182,11 +183,13 @@ class DenseNet(nn.Module):
         if input_shape is None:
             input_shape = (1, self.in_channels, *(8 * self.min_size,) * self.spatial_dims)
         off_peak = self._off_peak(input_shape)
-        return [
-            module.plan(name, keeps_conv1=module in off_peak)
-            for name, module in self.named_modules()
-            if isinstance(module, DenseBlock)
-        ]
+        plans = []
+        for name, module in self.named_modules():
+            if isinstance(module, DenseBlock):
+                plan = module.plan(name, keeps_conv1=module in off_peak)
+                functional = plan.runs in ("fused", "lean")
+                plans.append(dataclasses.replace(plan, passes=module.passes() if functional else ""))
+        return plans
 
     def extra_repr(self) -> str:
         plans = self.execution_plan()

@@ -20,6 +20,7 @@ from ..ops.modules import (
     call_norm_relu, is_hooked, is_inspected, part, tensor, why_no_final_norm, why_no_transition, why_not_fused,
     why_not_recomputed, why_plain, why_quantised,
 )  # fmt: skip
+from ..ops.passes import choice
 from ..ops.storage import FeatureBuffer, append
 from .weights import layer_key
 
@@ -140,6 +141,9 @@ class BlockPlan:
 
     ``keeps_conv1``: whether the outputs of the layers' ``conv1`` stay in memory between forward and backward. Always in
     naive, checkpoint and fused; in lean only in the blocks that do not set the peak.
+
+    ``passes``: in a model's plan, of fused and lean blocks: whether they run Triton kernels or torch's operations where
+    the weights are, and why.
     """
 
     block: str
@@ -147,6 +151,7 @@ class BlockPlan:
     runs: str
     reason: str = ""
     keeps_conv1: bool = True
+    passes: str = ""
 
 
 class DenseBlock(nn.ModuleDict):
@@ -430,6 +435,11 @@ class DenseBlock(nn.ModuleDict):
         if quantised:
             return BlockPlan(name, asked, "naive", "; ".join(quantised))
         return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))
+
+    def passes(self) -> str:
+        """What the block function's passes run on, for :class:`BlockPlan`."""
+        weight = tensor(next(iter(self.values())).conv1, "weight")
+        return choice(weight.device, weight.dtype)
 
     def extra_repr(self) -> str:
         plan = self.plan()

@@ -31,7 +31,7 @@ from ..tiles import Scratch
 from .vectors import Correction, FoldedNorm, Gradients, Need, Partial, Pending, merge, wide_type
 
 __all__ = [
-    "Correction", "FoldedNorm", "Gradients", "Need", "Partial", "Passes", "Pending", "implementation", "merge",
+    "Correction", "FoldedNorm", "Gradients", "Need", "Partial", "Passes", "Pending", "choice", "implementation", "merge",
     "wide_type",
 ]  # fmt: skip
 
@@ -269,3 +269,14 @@ def implementation(device: torch.device, dtype: torch.dtype) -> Passes:
 
         return triton
     return tiles
+
+
+def choice(device: torch.device, dtype: torch.dtype) -> str:
+    """What :func:`implementation` chooses and why, in words; and which kernels were found wanting so far."""
+    from . import launch, proof
+
+    why = launch.why_not(device, dtype)
+    if why is not None:
+        return f"torch's operations: {why}"
+    failed = [name for (name, of), verdict in proof.verdicts(device).items() if verdict is not None and of == dtype]
+    return "Triton kernels" + (f", but torch's operations for {', '.join(failed)}" if failed else "")
