@@ -172,3 +172,42 @@ def test_what_is_only_written_does_not_count_as_read():
     (x, g, out), vector = (torch.empty(6, 4) for _ in range(3)), torch.empty(4)
     assert cost(x, g, None, vector, vector, vector, out).read == 2 * 6 * 4 * 4 + 3 * 4 * 4
     assert cost(x, g, None, None, None, None, g).read == 6 * 4 * 4
+
+
+def _toy(mode: str, dtype: torch.dtype, **overrides):
+    from helpers import toy
+
+    return toy(mode, dtype=dtype, growth_rate=3, block_config=(2, 1), num_init_features=5, bn_size=2, **overrides)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "fused", "lean"])
+def test_a_training_step(mode):
+    """A whole model on kernels, with its transition and final norm: outputs, gradients, buffers as the plain model's.
+
+    Kills: a pass that leaves to the next what its kernel did not write.
+    """
+    from helpers import assert_same, images, training_state
+
+    x = images(3, 3, 6, 5)
+    want = training_state(_toy("naive", torch.float64), x)
+    assert_same(want, training_state(_toy(mode, torch.float64), x))
+
+
+@pytest.mark.parametrize("mode", ["fused", "lean"])
+def test_a_step_launches_what_is_counted(mode, monkeypatch):
+    """Kernels launched on real tensors and counted on a GPU that is not there. Kills: a count of another path."""
+    from helpers import images
+
+    from efficient_densenet.memory import count_step
+
+    names, run = [], launch.run
+    monkeypatch.setattr(launch, "run", lambda what: (names.append(what.kernel), run(what)))
+    x = images(2, 3, 4, 4).float()
+    _toy(mode, torch.float32)(x).sum().backward()
+    monkeypatch.setenv("EFFICIENT_DENSENET_KERNELS", "")
+    counted = count_step(_toy(mode, torch.float32), x, torch.sum, "cuda").operators
+    launches = {name: 0 for name in names}
+    for (_, name), traffic in counted.items():
+        if name.startswith("efficient_densenet::"):
+            launches[name.partition("::")[2]] = launches.get(name.partition("::")[2], 0) + traffic.launches
+    assert launches == {name: names.count(name) for name in names}
