@@ -29,6 +29,7 @@ is done.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 
@@ -40,7 +41,7 @@ except KeyboardInterrupt:
     sys.exit(130)
 
 import efficient_densenet
-from efficient_densenet.training import budget, checkpoint, data, distributed, engine, log
+from efficient_densenet.training import budget, checkpoint, data, distillation, distributed, engine, log
 from efficient_densenet.training.config import UsageError, parse_flags
 
 
@@ -92,8 +93,8 @@ def make_model(config, images, world):
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
-def start(config, images, world):
-    """A run before its first step: the model, and what trains it."""
+def start(config, images, world, teacher=None):
+    """A run before its first step: the model, and what trains it, the teacher included."""
     model = make_model(config, images, world)
     optimizer = torch.optim.SGD(
         model.parameters(),
@@ -109,6 +110,7 @@ def start(config, images, world):
         scaler=torch.amp.GradScaler(world.device.type, enabled=config.amp == "fp16"),
         ema=engine.averaged(model, config.ema_decay) if config.ema_decay else None,
         totals=engine.Totals(world.device),
+        teacher=teacher and teacher.network(make_model, images, world),
     )
 
 
@@ -119,10 +121,15 @@ def train(config, world, say):
     config = world.on_main(lambda: dataclasses.replace(config, save=results.folder, seed=data.seed(config)))
     saved = world.on_main(lambda: checkpoint.read_run(config) if config.resume else None)
     known = world.on_main(lambda: config.resume and checkpoint.settings_in(config.save))
+    teacher = world.together((True, lambda: distillation.read_teacher(config)))
     images, least = find_images(config, world, say)
+    if teacher is not None:
+        distillation.check(teacher, images, world)
+        say(distillation.describe(teacher, config))
+    begin = functools.partial(start, teacher=teacher)
     if not known:
-        config = budget.choose(config, start, images, least, world, say)
-    settings = log.settings_of(config, world, images.facts)
+        config = budget.choose(config, begin, images, least, world, say)
+    settings = log.settings_of(config, world, images.facts, teacher and teacher.facts)
     if saved is not None:
         checkpoint.check(saved, settings)
 
@@ -133,7 +140,7 @@ def train(config, world, say):
         for part in (images.valid, images.test)
     )
     torch.manual_seed(config.seed)
-    state = start(config, images, world)
+    state = begin(config, images, world)
     model, kept = state.model, state.kept  # `kept` is evaluated, and written to model.dat
     trained = world.wrap(model)  # what is called in training, while `model` holds the weights
     if config.compile:

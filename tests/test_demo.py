@@ -151,6 +151,10 @@ def test_results_are_kept_unless_they_may_go(run):
         ("--evaluate maybe", "--evaluate maybe: there is no file maybe"),
         (f"--evaluate {DEMO}", "demo.py: it is damaged, or no file of torch.save"),
         ("--evaluate maybe --memory_budget 1GiB", "--evaluate does not go with --memory_budget"),
+        ("--distill hard", "--distill hard: from whom? add --teacher PATH"),
+        ("--teacher maybe --distill hard --distill_temperature 2", "--distill_temperature 2: has no meaning for"),
+        ("--teacher maybe --distill_alpha 1.5", "--distill_alpha 1.5: must be at least 0 and at most 1"),
+        ("--dataset digits --teacher maybe", "--teacher maybe: there is no file maybe"),
         ("--device cpu --batch_size auto", "--batch_size auto: a CPU has no memory of its own to fill"),
     ],
 )
@@ -558,6 +562,59 @@ def test_what_a_run_lacks_is_said_before_it_goes_on(run, uninterrupted, spoil, w
     assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
 
 
+# Distillation
+
+STUDENT = [*SMALL[:4], "--growth_rate", 2, *SMALL[6:], "--n_epochs", 2, "--max_steps", 3]
+
+
+def test_a_student_learns_from_a_run_and_goes_on_bit_by_bit(run, uninterrupted):
+    """Kills: a teacher that draws from the student's random numbers, is trained, or is forgotten by a restart."""
+    told = ["--teacher", uninterrupted, "--distill_temperature", 2]
+    code, out, err = run(*STUDENT, *told, "--save", "out")
+    assert (code, err) == (0, "")
+    assert (
+        f"teacher: densenet_bc (depth 10, growth rate 4) in {uninterrupted}/model.dat; "
+        "0.5 of the loss is for its probabilities at temperature 2\n"
+    ) in out
+    facts = json.loads(Path("out/config.json").read_text())["teacher_facts"]
+    assert (facts["depth"], facts["growth_rate"], facts["dataset"]) == (10, 4, "digits") and len(facts["sha256"]) == 64
+
+    assert forked(_killed_after, 4, *STUDENT, *told, "--save", "again", "--save_every_steps", 1) == -signal.SIGKILL
+    assert run("--resume", "again")[0] == 0
+    assert_same_run("again", "out")
+    assert run("--evaluate", "out")[1].splitlines()[-1] == out.splitlines()[-1]
+
+    assert run(*STUDENT, "--save", "alone")[0] == run(*STUDENT, *told, "--distill_alpha", 0, "--save", "deaf")[0] == 0
+    assert_same_run("deaf", "alone")
+    assert any(not torch.equal(weights("out")[name], value) for name, value in weights("alone").items())
+
+
+def test_a_teacher_that_cannot_teach_is_named(run, uninterrupted):
+    shutil.copytree(uninterrupted, "teacher")
+    flags = [*STUDENT, "--teacher", "teacher"]
+    assert run(*flags, "--distill", "hard", "--save", "out")[0] == 0
+    code, _, err = run(*flags, "--save", "teacher", "--overwrite", "True")
+    assert code == 2 and "--teacher teacher: lies in --save teacher" in err
+    model = torch.load("teacher/model.dat")
+    torch.save({name: 2 * value for name, value in model.items()}, "teacher/model.dat")
+    code, _, err = run("--resume", "out", "--n_epochs", 3)
+    assert code == 2 and "--resume: the file of --teacher teacher is not the one the run began with" in err
+    settings = json.loads(Path("teacher/config.json").read_text())
+    for change, words in (
+        ({"dataset": "svhn"}, "--teacher teacher/model.dat: trained on svhn, and this run is on digits"),
+        ({"images": {"classes": ["cat", "dog"]}}, "its 2 classes (cat, dog) are not the 10 of these images (0, 1, 2, …)"),
+        ({"depth": 16}, "--teacher teacher/model.dat: does not fit this model: missing features.denseblock1.denselayer2"),
+    ):
+        Path("teacher/config.json").write_text(json.dumps(settings | change))
+        code, _, err = run(*flags, "--save", "new")
+        assert code == 2 and words in err and not os.path.exists("new"), err
+    os.rename("teacher/model.dat", "alone.pth")
+    code, _, err = run(*STUDENT, "--teacher", "alone.pth", "--save", "new")
+    assert code == 2 and "no config.json beside it says which network it is; add e.g. --teacher_model densenet121" in err
+    code, _, err = run(*STUDENT, "--teacher", "alone.pth", "--teacher_model", "densenet121", "--save", "new")
+    assert code == 2 and "--teacher alone.pth: does not fit this model: missing " in err and not os.path.exists("new")
+
+
 def test_a_saved_model_is_tested(run, uninterrupted):
     last = f"test error: {float(rows(uninterrupted)[-1]['test_error']):.4f}\n"
     for path in (uninterrupted, uninterrupted / "model.dat"):
@@ -686,7 +743,7 @@ def test_weights_that_are_not_finite_are_not_tested(run, uninterrupted, monkeypa
     code, out, err = run(*SMALL, "--evaluate", "broken.pt")
     first = min(name, "features.norm5.bias", key=list(state).index)
     said = f"values that are not finite in {first} and 1 more of its {len(state)} tensors"
-    assert (code, out) == (2, "") and err.startswith(f"demo.py: error: --evaluate broken.pt: {said}, so that a test")
+    assert (code, out) == (2, "") and err.startswith(f"demo.py: error: --evaluate broken.pt: {said}, so that its outputs")
 
     shutil.copytree(uninterrupted, "out")
     os.replace("broken.pt", "out/model.dat")

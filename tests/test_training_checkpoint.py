@@ -120,7 +120,7 @@ def test_a_restart_is_known_on_every_machine_of_the_run(tmp_path, monkeypatch):
     facts = {"name": "digits"}
     monkeypatch.setattr(log, "launcher", lambda: "this machine's")
     folder = str(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(log.settings_of(Config(save=folder, lr=0.5), Two(), facts)))
+    (tmp_path / "config.json").write_text(json.dumps(log.settings_of(Config(save=folder, lr=0.5), Two(), facts, None)))
     for launcher, resumes in (("this machine's", True), ("the other machine's", True), ("a stranger's", False)):
         monkeypatch.setattr(checkpoint.distributed, "launcher", lambda launcher=launcher: launcher)
         config = checkpoint.recall(Config(save=folder), {"save"})

@@ -125,7 +125,7 @@ def test_a_path_may_begin_at_home(monkeypatch, tmp_path):
     """Kills: a folder of the name ``~``; a path flag that was forgotten."""
     monkeypatch.setenv("HOME", str(tmp_path))
     paths = [field.name for field in dataclasses.fields(Config) if field.metadata["path"]]
-    assert paths == ["data", "save", "resume", "evaluate"]
+    assert paths == ["data", "save", "resume", "evaluate", "teacher"]
     for name in paths:
         assert getattr(parse_flags([f"--{name}=~/a folder"])[0], name) == f"{tmp_path}/a folder"
         assert getattr(parse_flags([f"--{name}", "a~"])[0], name) == "a~"

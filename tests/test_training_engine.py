@@ -84,6 +84,27 @@ def test_totals_are_means_over_images_whatever_the_batches():
     assert all(math.isnan(mean) for mean in engine.Totals(torch.device("cpu")).means())
 
 
+# What is learned from a teacher
+
+
+def test_the_loss_of_distillation():
+    """By its formula, in float64. Kills: T without its square, the KL divergence the other way round, smoothed hints."""
+    ours, theirs, labels = torch.randn(5, 4).double().requires_grad_(), torch.randn(5, 4).double(), torch.randint(4, (5,))
+    flags = {"teacher": "a run", "distill_alpha": 0.3, "label_smoothing": 0.1}
+    given = F.cross_entropy(ours, labels, label_smoothing=0.1, reduction="sum")
+    p, q = ((logits / 2.5).softmax(1) for logits in (theirs, ours))
+    divergence = (p * (p.log() - q.log())).sum()
+    soft = engine.loss_sum(ours, labels, theirs, Config(**flags, distill_temperature=2.5))
+    torch.testing.assert_close(soft, 0.7 * given + 0.3 * 2.5**2 * divergence)
+    right = -ours.log_softmax(1)[torch.arange(5), theirs.argmax(1)].sum()
+    torch.testing.assert_close(
+        engine.loss_sum(ours, labels, theirs, Config(**flags, distill="hard")), 0.7 * given + 0.3 * right
+    )
+    torch.testing.assert_close(engine.loss_sum(ours, labels, None, Config(label_smoothing=0.1)), given)
+    alike = engine.loss_sum(ours, labels, ours.detach(), Config(**flags | {"distill_alpha": 1}, distill_temperature=3))
+    assert torch.autograd.grad(alike, ours)[0].abs().max() < 1e-12
+
+
 # Steps
 
 

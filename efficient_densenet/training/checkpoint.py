@@ -31,6 +31,7 @@ class State:
         totals: This rank's sums over those steps.
         best_error: The least validation error of all epochs.
         rows: The epochs' rows of results.csv.
+        teacher: The network whose outputs are learned too, which itself learns nothing; may be None.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class State:
     step: int = 0
     best_error: float = math.inf
     rows: list = dataclasses.field(default_factory=list)
+    teacher: nn.Module | None = None
 
     @property
     def kept(self):
@@ -142,6 +144,9 @@ def check(saved, settings):
             raise UsageError(
                 f"--resume: the run had other {what} ({before[name]}) than there are now ({settings[name]})"
             )
+    learned, told = (each.get("teacher_facts") for each in (before, settings))
+    if learned != told and (told is None or learned is None or learned["sha256"] != told["sha256"]):
+        raise UsageError(f"--resume: the file of --teacher {settings['teacher']} is not the one the run began with")
     if saved["epoch"] > settings["n_epochs"]:
         raise UsageError(
             f"--n_epochs {settings['n_epochs']}: the run in {settings['save']} is at {saved['epoch']} already"
@@ -165,7 +170,7 @@ def recall(config, given):
         UsageError: A typed flag contradicts the run.
     """
     if config.evaluate is not None:
-        for flag in ("resume", "memory_budget"):
+        for flag in ("resume", "memory_budget", "teacher"):
             if getattr(config, flag):
                 raise UsageError(f"--evaluate does not go with --{flag}: it trains nothing")
         read_weights(config.evaluate)  # before any work
@@ -280,8 +285,12 @@ def read_run(config):
     return saved
 
 
-def read_weights(path):
+def read_weights(path, flag="--evaluate"):
     """Reads weights from a run's folder, its model.dat or checkpoint.pt, or a file that others wrote.
+
+    Args:
+        path: What was given to the flag.
+        flag: Its name, for what goes wrong.
 
     Returns:
         The tensors by the names that this library gives them; see :func:`efficient_densenet.models.weights.weights_in`.
@@ -292,12 +301,12 @@ def read_weights(path):
     file = os.path.join(path, "model.dat") if os.path.isdir(path) else path
     content = read(file)
     if content is None:
-        raise UsageError(f"--evaluate {path}: there is no file {file}")
+        raise UsageError(f"{flag} {path}: there is no file {file}")
     found = weights.weights_in(content)
     if not found:
-        raise UsageError(f"--evaluate {path}: there are no weights in {file}")
+        raise UsageError(f"{flag} {path}: there are no weights in {file}")
     if broken := not_finite(found):
-        raise UsageError(f"--evaluate {path}: {broken}, so that a test would say nothing")
+        raise UsageError(f"{flag} {path}: {broken}, so that its outputs would say nothing")
     return found
 
 

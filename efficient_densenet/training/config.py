@@ -19,6 +19,7 @@ import fire
 from ..models import MODES
 
 FASHION_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+IMAGENET_SHAPES = ("densenet121", "densenet161", "densenet169", "densenet201", "densenet264")
 IMAGE_FILES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -136,6 +137,12 @@ class Config:
         memory_budget: What training may allocate per GPU (on a CPU: for its tensors), e.g. 8GiB, 500MiB or bytes. It is
             measured before the start, and the fastest way (--efficient) that fits is picked; an explicit one is used or
             refused. Without it there is no limit; for --batch_size auto it is 90 % of what the GPU has free.
+        teacher: Learn from a trained network too (knowledge distillation): a run's folder, its model.dat, or a file of
+            weights with --teacher_model. It runs without gradients, on every GPU; its train loss is the weighted one.
+        teacher_model: The ImageNet shape of the teacher, where no config.json beside its weights says it.
+        distill: What is learned from the teacher: soft (its probabilities) or hard (the class that it takes for right).
+        distill_alpha: Weight of the teacher's part of the loss; the labels have the rest.
+        distill_temperature: Divides the logits of both before the soft probabilities are taken.
         tensorboard: Write the curves for TensorBoard too.
         max_steps: At most so many training steps in each epoch, for trying things out.
     """
@@ -153,7 +160,7 @@ class Config:
     growth_rate: int = _flag(12, at_least=1)
     compression: float = _flag(0.5, above=0, at_most=1)
     drop_rate: float = _flag(0.0, at_least=0, below=1)
-    model: str | None = _flag(None, choices=("densenet121", "densenet161", "densenet169", "densenet201", "densenet264"))
+    model: str | None = _flag(None, choices=IMAGENET_SHAPES)
     n_epochs: int = _flag(300, at_least=1)
     batch_size: int | str = _flag(64, choices=("auto",), at_least=1)
     lr: float = _flag(0.1, above=0)
@@ -180,6 +187,11 @@ class Config:
     save_every_steps: int | None = _flag(None, at_least=1)
     evaluate: str | None = _flag(None, path=True)
     memory_budget: str | None = _flag(None)
+    teacher: str | None = _flag(None, path=True)
+    teacher_model: str | None = _flag(None, choices=IMAGENET_SHAPES)
+    distill: str = _flag("soft", choices=("soft", "hard"))
+    distill_alpha: float = _flag(0.5, at_least=0, at_most=1)
+    distill_temperature: float = _flag(1.0, above=0)
     tensorboard: bool = _flag(False)
     max_steps: int | None = _flag(None, at_least=1)
 
@@ -192,6 +204,12 @@ class Config:
                 raise UsageError(f"--memory_budget {self.memory_budget}: expected bytes, or e.g. 8GiB or 500MiB")
             unit = re.sub("[kmgt]ib", lambda found: f"{found[0][0].upper()}iB", self.memory_budget, flags=re.IGNORECASE)
             object.__setattr__(self, "memory_budget", unit)
+        if self.teacher is None and not self.resume:  # which brings its teacher
+            for name in ("teacher_model", "distill", "distill_alpha", "distill_temperature"):
+                if getattr(self, name) != self.__dataclass_fields__[name].default:
+                    raise UsageError(f"--{name} {getattr(self, name)}: from whom? add --teacher PATH")
+        if self.distill == "hard" and self.distill_temperature != 1:
+            raise UsageError(f"--distill_temperature {self.distill_temperature:g}: has no meaning for --distill hard")
         if self.warmup_epochs is not None and self.warmup_epochs > self.n_epochs:
             raise UsageError(f"--warmup_epochs {self.warmup_epochs}: the run has {self.n_epochs} epochs, take no more")
 

@@ -116,6 +116,33 @@ def _precision(config, world):
     return torch.autocast(world.device.type, dtype) if dtype else contextlib.nullcontext()
 
 
+def loss_sum(logits, labels, told, config):
+    """The sum over the images of ``(1 - a) CE(s, label) + a D(s, t)``, with s the student's logits, t the teacher's.
+
+    ``soft``: ``D = T² KL(softmax(t / T) || softmax(s / T))``; the factor keeps its gradient as large as the first term's
+    for any temperature T. ``hard``: ``D = CE(s, argmax t)``. The first term alone has the label smoothing.
+
+    Args:
+        logits: s, ``(N, classes)``, in float32.
+        labels: ``(N,)``.
+        told: t, or None where there is no teacher; then ``a = 0``.
+        config: The flags.
+
+    Source: Hinton, Vinyals, Dean, Distilling the Knowledge in a Neural Network, 2015 (arXiv:1503.02531), section 2;
+    hard labels: Touvron et al., Training data-efficient image transformers, 2021 (arXiv:2012.12877), section 4.
+    """
+    given = F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing, reduction="sum")
+    if told is None:
+        return given
+    if config.distill == "hard":
+        distilled = F.cross_entropy(logits, told.argmax(1), reduction="sum")
+    else:
+        temperature = config.distill_temperature
+        ours, theirs = ((values / temperature).log_softmax(1) for values in (logits, told.to(logits.dtype)))
+        distilled = temperature**2 * F.kl_div(ours, theirs, reduction="sum", log_target=True)
+    return (1 - config.distill_alpha) * given + config.distill_alpha * distilled
+
+
 def train_steps(model, batches, state, config, world):
     """Trains to the end of the epoch; yields the number of this rank's images after each optimizer step.
 
@@ -137,8 +164,10 @@ def train_steps(model, batches, state, config, world):
         complete = done == size
         with contextlib.nullcontext() if complete or not world.distributed else model.no_sync():
             with _precision(config, world):
+                with torch.no_grad():
+                    told = None if state.teacher is None else state.teacher(images)
                 logits = model(images)
-            loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing, reduction="sum")
+            loss = loss_sum(logits.float(), labels, told, config)
             state.scaler.scale(loss / size).backward()
         state.totals.add(loss.detach(), logits.detach(), labels)
         if not complete:

@@ -256,7 +256,7 @@ def _new_folder():
     return name if taken == 1 else f"{name}-{taken}"
 
 
-def settings_of(config, world, facts):
+def settings_of(config, world, facts, teacher_facts):
     """What config.json says: the flags, and what else the run depends on; every rank calls this."""
     settings = dataclasses.asdict(config)
     settings["versions"] = {
@@ -268,6 +268,7 @@ def settings_of(config, world, facts):
     return settings | {
         "dataset": facts["name"],
         "images": facts,
+        "teacher_facts": teacher_facts,
         "world_size": world.size,
         "gpus": world.gpus,
         "launchers": sorted({one for one in world.gather(launcher()) if one}),
