@@ -20,9 +20,11 @@ import gpu_check  # noqa: E402
 import measure  # noqa: E402
 import memory  # noqa: E402
 import report  # noqa: E402
+import scaling  # noqa: E402
 import speed  # noqa: E402
 
-COMMANDS = {"memory": memory, "speed": speed, "cuda_counts": cuda_counts, "gpu_check": gpu_check, "report": report}
+COMMANDS = {"memory": memory, "speed": speed, "cuda_counts": cuda_counts, "gpu_check": gpu_check, "report": report,
+            "scaling": scaling}  # fmt: skip
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -88,6 +90,35 @@ def test_the_counts_need_no_gpu(tmp_path, capsys):
         assert number["launches"] > number["forward_launches"] > 0 < number["loaded_bytes"]
         assert number["peak_bytes"] > number["kept_bytes"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+@pytest.mark.skipif(len(scaling.cores()) < 2, reason="two processes need two cores")
+def test_the_scaling_benchmark_runs_processes_together(tmp_path, capfd):
+    """Kills: a process that waits for ever, times of one process alone, settings that are not applied."""
+    flags = "--depth 10 --batch_size 2 --image_size 8 --rounds 2 --processes 1,2 --ddp default,bucket_view --output"
+    command = [sys.executable, "benchmarks/scaling.py", *flags.split(), f"{tmp_path}/s.csv"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = read(tmp_path / "s.csv")
+    exchanging = [("2", kind, options) for kind in scaling.BATCH_NORM for options in ("default", "bucket_view")]
+    assert [(row["processes"], row["batch_norm"], row["ddp"]) for row in rows] == [
+        ("1", "plain", "none"), ("2", "plain", "none"), *exchanging
+    ]  # fmt: skip
+    assert all(row["status"] == "ok" and float(row["images_per_s"]) > 0 < float(row["peak_mib"]) for row in rows)
+    assert float(rows[0]["efficiency"]) == 1 and float(rows[1]["communication"]) == 0
+    assert len(done.stdout.splitlines()) == 2 + len(rows)
+
+
+def test_scaling_is_measured_by_one_process_and_by_no_exchange():
+    """Kills: an efficiency of all processes together, communication measured by one process alone."""
+    one, apart, exchanging = ({"mode": "fused", "processes": n, "batch_norm": "plain", "ddp": ddp, "batch_size": 8}
+                              for n, ddp in ((1, "none"), (2, "none"), (2, "default")))  # fmt: skip
+    rows = scaling.summaries([one, apart, exchanging], [[100.0, 200.0], [110.0, 220.0], [125.0, 250.0]])
+    assert rows[2] == {
+        "step_ms": 187.5, "fastest_ms": 125.0, "images_per_s": 85.3, "speed_up": 1.6, "efficiency": 0.8,
+        "fastest_efficiency": 0.8, "communication": 0.12,
+    }  # fmt: skip
 
 
 def test_times_become_a_median_and_a_fastest_ratio():
