@@ -72,8 +72,8 @@ class Settings(Conditions):
         processes: Numbers of processes, separated by commas, 1 among them. Default: those of 1, 2, 4 and 8 for which
             the machine has GPUs, or cores.
         batch_norm: plain, synchronised (over all processes), or both, separated by commas. Default: both.
-        ddp: DistributedDataParallel's options, separated by commas: default, bucket_view for its
-            gradient_as_bucket_view, static_graph, small_buckets of 1 MiB, large_buckets of 100 MiB. Default: all.
+        ddp: DistributedDataParallel's options, separated by commas; of default, bucket_view for its
+            gradient_as_bucket_view, static_graph, small_buckets of 1 MiB, large_buckets of 100 MiB.
         growth_rate: k of DenseNet-BC. Default: 12.
         batch_size: Images per process and step. Default: 64 (densenet_bc), 2 (densenet3d) or 16.
         image_size: Their side. Default: 32 (densenet_bc), 80 (densenet3d) or 224.

@@ -19,6 +19,7 @@ import gpu_check  # noqa: E402
 import measure  # noqa: E402
 import memory  # noqa: E402
 import report  # noqa: E402
+import scaling  # noqa: E402
 import speed  # noqa: E402
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,6 +37,7 @@ UNDERSTOOD = {  # reads the flags and does nothing
     "benchmarks/speed.py": lambda flags: measure.parse(speed.Settings, flags),
     "benchmarks/cuda_counts.py": lambda flags: measure.parse(cuda_counts.Settings, flags),
     "benchmarks/gpu_check.py": lambda flags: measure.parse(gpu_check.Settings, flags),
+    "benchmarks/scaling.py": lambda flags: measure.parse(scaling.Settings, flags),
     "benchmarks/report.py": lambda flags: measure.parse(report.Settings, flags),
 }
 
