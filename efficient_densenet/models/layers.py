@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.batch_norm import FeatureStatistics, synchronised_over, uses_batch_statistics
+from ..ops.batch_norm import FeatureStatistics
 from ..ops.bottleneck import checkpointed_bottleneck, convolve
-from ..ops.dense_block import BlockCall, NormCall, TailCall, fused_block, layer_call
-from ..ops.layout import (
-    behind_convolution, behind_pointwise, copy_in_format, gradient_in_format, in_format, is_channels_last,
-)  # fmt: skip
+from ..ops.dense_block import NormCall
+from ..ops.layout import behind_pointwise, copy_in_format, gradient_in_format, in_format, is_channels_last
 from ..ops.modules import (
-    call_norm_relu, is_hooked, is_inspected, part, tensor, why_no_final_norm, why_no_transition, why_not_fused,
-    why_not_recomputed, why_plain, why_quantised,
+    Parts, Tail, call_norm_relu, is_hooked, is_inspected, tensor, why_no_tail, why_not_fused, why_not_recomputed,
+    why_plain, why_quantised,
 )  # fmt: skip
 from ..ops.passes import choice
+from ..ops.runner import (
+    behind_dropout, behind_transition, dtype_of, process_groups, run_fused, run_outside_the_compiler, sizes,
+)  # fmt: skip
 from ..ops.storage import FeatureBuffer, append
 from .weights import layer_key
 
@@ -112,27 +113,17 @@ class DenseLayer(nn.Module):
             x = x * F.dropout(torch.ones_like(x, memory_format=torch.contiguous_format), self.drop_rate)
         return x
 
-    def formats(self, channels_last: bool, shape: Sequence[int], dtype: torch.dtype) -> list[bool]:
-        """Whether what its convolutions give, and the layer, is channels-last in the plain model.
+    def parts(self) -> Parts:
+        """The modules and the dropout of this forward."""
+        modules = self._modules
+        rate = self.drop_rate if self.training and self.drop_rate > 0 else 0.0
+        first = modules["norm1"], modules["relu1"], modules["conv1"]
+        second = (modules["norm2"], modules["relu2"], modules["conv2"]) if self.has_bottleneck else (None, None, None)
+        return Parts(*first, *second, rate, False, (self,))
 
-        Args:
-            channels_last: whether the features it reads are.
-            shape: of these.
-            dtype: what the convolutions compute in.
-        """
-        found = []
-        for conv in (part(self, name) for name in ("conv1", "conv2")[: 1 + self.has_bottleneck]):
-            weight = tensor(conv, "weight")
-            channels_last = behind_pointwise(channels_last, shape)
-            channels_last = behind_convolution(channels_last, shape, weight, dtype)
-            shape = (shape[0], weight.shape[0], *shape[2:])
-            found.append(channels_last)
-        return [*found, self.behind_dropout(channels_last, shape)]
-
-    def behind_dropout(self, channels_last: bool, shape: Sequence[int]) -> bool:
-        """The same for what :meth:`dropped_out` gives."""
-        drops = self.drop_rate > 0.0 and self.training
-        return behind_pointwise(channels_last, shape) if drops else channels_last
+    def why_not_fused(self) -> str:
+        """Why the block function cannot speak for this layer."""
+        return "it has hooks" if "after_bottleneck" in self.__dict__ else why_not_fused(self.parts())
 
 
 @dataclass(frozen=True)
@@ -238,10 +229,11 @@ class DenseBlock(nn.ModuleDict):
             channels_last: whether that is, where it comes from another part of the library and may be laid out
                 otherwise; ``None`` where it comes from outside.
         """
-        if runs != "checkpoint" and self._dtype_of(x) is not None:
-            return self._fused(x, channels_last)
+        layers = self.parts()
+        if runs != "checkpoint" and dtype_of(x, layers) is not None:
+            return run_fused(x, layers, self.efficient != "lean", channels_last)
         if torch.compiler.is_compiling():
-            return _run_outside_the_compiler(lambda x: in_format(*self._checkpointed(x, channels_last)), x), None
+            return run_outside_the_compiler(lambda x: in_format(*self._checkpointed(x, channels_last)), x), None
         return self._checkpointed(x, channels_last)
 
     def closed_by(
@@ -261,96 +253,34 @@ class DenseBlock(nn.ModuleDict):
         """
         if is_hooked(self) or why_plain(x) or (runs := self.plan().runs) == "naive":
             return None
-        if why_no_transition(tail) if isinstance(tail, Transition) else why_no_final_norm(tail):
+        if isinstance(tail, Transition):
+            if tail.why_not_taken_in():
+                return None
+        elif why_no_tail(Tail(tail, None)):
             return None
         run = functools.partial(self._closed, runs=runs, tail=tail, keep_conv1=keep_conv1, channels_last=channels_last)
-        if torch.compiler.is_compiling() and (runs == "checkpoint" or self._dtype_of(x) is None):
-            return _run_outside_the_compiler(lambda x: in_format(*run(x)), x), None
+        if torch.compiler.is_compiling() and (runs == "checkpoint" or dtype_of(x, self.parts()) is None):
+            return run_outside_the_compiler(lambda x: in_format(*run(x)), x), None
         return run(x)
 
     def _closed(
         self, x: Tensor, runs: str, tail: nn.Module, keep_conv1: bool, channels_last: bool | None
     ) -> tuple[Tensor, bool]:
         is_transition = isinstance(tail, Transition)
-        norm = tail.norm if is_transition else tail
-        fused = runs != "checkpoint" and self._dtype_of(x) is not None and min(x.shape[2:]) > int(is_transition)
-        if fused and len(self._process_groups() | NormCall.of(norm).groups) <= 1:
-            return self._fused(x, channels_last, tail, keep_conv1)
+        closing, layers = tail.tail() if is_transition else Tail(tail, None), self.parts()
+        fused = runs != "checkpoint" and dtype_of(x, layers) is not None and min(x.shape[2:]) > int(is_transition)
+        if fused and len(process_groups(layers) | NormCall.of(closing.norm).groups) <= 1:
+            return run_fused(x, layers, keep_conv1 or self.efficient != "lean", channels_last, closing)
         features, channels_last = self._inside(x, runs, channels_last)
         channels_last = behind_pointwise(channels_last, features.shape)
         if not is_transition:
-            return F.relu(in_format(norm(features), channels_last)), channels_last
+            return F.relu(in_format(tail(features), channels_last)), channels_last
         out = tail(features)
-        return out, tail.format(channels_last, features.shape, out.dtype)
+        return out, behind_transition(closing, channels_last, features.shape, out.dtype)
 
-    def _process_groups(self) -> set:
-        """Over which processes the norms take batch statistics; for the block function it must be one choice."""
-        names = ("norm1", "norm2")
-        norms = [part(layer, name) for layer in self.values() for name in names[: 1 + layer.has_bottleneck]]
-        return {synchronised_over(norm) for norm in norms if uses_batch_statistics(norm)}
-
-    def _fused(
-        self,
-        x: Tensor,
-        channels_last: bool | None,
-        tail: nn.Module | None = None,
-        keep_conv1: bool = False,
-    ) -> tuple[Tensor, bool]:
-        """The whole block, and its tail, as one function."""
-        dtype = self._dtype_of(x)
-        outside = channels_last is None
-        channels_last = is_channels_last(x) if outside else channels_last
-        shape = list(x.shape)
-        calls, parameters = [], []
-        for layer in self.values():
-            call, taken = layer_call(layer)
-            kernels = [i for i, p in enumerate(taken) if p is not None and p.dim() > 1]
-            *formats, new_format = layer.formats(channels_last, shape, dtype)
-            for i, wanted in zip(kernels, formats, strict=True):
-                kernel = taken[i]
-                # Its gradient comes as the kernel is, unless told otherwise; a single tap is both.
-                if kernel.shape[2:].numel() > 1 and is_channels_last(kernel) != wanted:
-                    taken[i] = gradient_in_format(kernel, wanted)
-            calls.append(call)
-            parameters += taken
-            channels_last = channels_last and new_format
-            shape[1] += kernel.shape[0]
-        if outside and not channels_last:
-            x = gradient_in_format(x, False)
-        tail_call = None
-        if tail is not None:
-            channels_last = behind_pointwise(channels_last, shape)
-            if isinstance(tail, Transition):
-                pool = (2,) * (x.dim() - 2)
-                tail_call = TailCall(NormCall.of(tail.norm), pool if len(pool) > 1 else (1, 2))
-                parameters += [tail.norm.weight, tail.norm.bias, tail.conv.weight]
-                channels_last = tail.format(channels_last, shape, dtype)
-            else:
-                tail_call = TailCall(NormCall.of(tail), None, channels_last)
-                parameters += [tail.weight, tail.bias]
-        one_d = x.dim() == 3
-        if one_d:  # one row of pixels
-            x = x.unsqueeze(2)
-            parameters = [p.unsqueeze(2) if p.dim() == 3 else p for p in parameters]
-        keep_conv1 = keep_conv1 or self.efficient != "lean"
-        call = BlockCall(tuple(calls), tail_call, keep_conv1)
-        if not torch.compiler.is_compiling():
-            out = fused_block(x, call, parameters, dtype)
-        elif call.group is None:
-            from ..ops.operators import traced_block
-
-            out = traced_block(x, call, parameters, dtype)
-        else:  # what processes tell each other is no operator's business
-            run = functools.partial(fused_block, call=call, parameters=parameters, dtype=dtype)
-            out = _run_outside_the_compiler(run, x)
-        return out.squeeze(2) if one_d else out, channels_last
-
-    def _dtype_of(self, x: Tensor) -> torch.dtype | None:
-        """What the block function stores and multiplies in; None where torch refuses or must decide the mixture."""
-        weight = next(iter(self.values())).conv1.weight.dtype
-        if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight):
-            return torch.get_autocast_dtype(x.device.type)
-        return weight if x.dtype == weight else None
+    def parts(self) -> list[Parts]:
+        """Of every layer, in this forward."""
+        return [layer.parts() for layer in self._modules.values()]
 
     def _checkpointed(self, x: Tensor, channels_last: bool | None) -> tuple[Tensor, bool]:
         """The reference without concatenation and without what can be rebuilt: every layer reads one shared buffer."""
@@ -367,7 +297,8 @@ class DenseBlock(nn.ModuleDict):
             x = gradient_in_format(x, finished)
         features = append(None, x, buffer)
         for number, layer in enumerate(self.values(), 1):
-            if why_not_recomputed(layer):
+            parts = layer.parts()
+            if why_not_recomputed(parts):
                 # An unknown module gets what concatenation would give it: a tensor of its own, as it may work in place,
                 # in the plain model's format, as it may draw random numbers in the order of memory.
                 new = layer(copy_in_format(features, channels_last))
@@ -377,7 +308,7 @@ class DenseBlock(nn.ModuleDict):
                 is_last = behind_pointwise(channels_last, features.shape) or is_channels_last(layer.conv1.weight)
                 new = checkpointed_bottleneck(features, statistics, layer.norm1, layer.conv1, is_last)
                 is_last = is_last and is_channels_last(new)
-                if why_not_fused(layer):  # the same for unknown modules behind conv1
+                if layer.why_not_fused():  # the same for unknown modules behind conv1
                     new = layer.after_bottleneck(in_format(new, is_last))
                     is_last = is_channels_last(new)
                     new = gradient_in_format(new, finished)
@@ -387,7 +318,7 @@ class DenseBlock(nn.ModuleDict):
                         new = convolve(call_norm_relu(new, layer.norm2, layer.relu2), layer.conv2, is_last)
                         is_last = is_last and is_channels_last(new)
                     new = layer.dropped_out(new)
-                    is_last = layer.behind_dropout(is_last, new.shape)
+                    is_last = behind_dropout(parts, is_last, new.shape)
             channels_last = channels_last and is_last
             dtype = torch.promote_types(new.dtype, features.dtype)
             wanted = max(room, features.shape[1] + new.shape[1])
@@ -401,9 +332,7 @@ class DenseBlock(nn.ModuleDict):
 
     def sizes(self) -> tuple[int, int, int]:
         """Channels of the finished block, of all its conv1 outputs together, and of the widest of them."""
-        layers = list(self.values())
-        widths = [layer.conv1.out_channels if layer.has_bottleneck else 0 for layer in layers]
-        return layers[0].norm1.num_features + sum(layer.growth_rate for layer in layers), sum(widths), max(widths)
+        return sizes(self.parts())
 
     def _why_not_dense_layers(self) -> str:
         foreign = [f"{key} is a {type(layer).__name__}" for key, layer in self.items() if type(layer) is not DenseLayer]
@@ -423,14 +352,14 @@ class DenseBlock(nn.ModuleDict):
         if is_inspected(self):
             return BlockPlan(name, asked, "naive", "inspected: every norm and convolution has hooks")
         if asked != "checkpoint":
-            reasons = [f"{key}: {why}" for key, why in self._objections(why_not_fused)]
-            if not reasons and len(self._process_groups()) > 1:
+            reasons = [f"{key}: {why}" for key, why in self._objections(DenseLayer.why_not_fused)]
+            if not reasons and len(process_groups(self.parts())) > 1:
                 reasons = ["its norms take their statistics over different processes"]
             if not reasons:
                 runs = "fused" if asked == "auto" else asked
                 return BlockPlan(name, asked, runs, keeps_conv1=keeps_conv1 or runs == "fused")
         else:
-            reasons = [f"{key} is not recomputed: {why}" for key, why in self._objections(why_not_recomputed)]
+            reasons = [f"{key} is not recomputed: {why}" for key, why in self._objections(lambda layer: why_not_recomputed(layer.parts()))]
         quantised = [f"{key}: {why}" for key, why in self._objections(why_quantised)] if reasons else []
         if quantised:
             return BlockPlan(name, asked, "naive", "; ".join(quantised))
@@ -444,12 +373,6 @@ class DenseBlock(nn.ModuleDict):
     def extra_repr(self) -> str:
         plan = self.plan()
         return f"efficient={plan.asked!r}, runs {plan.runs}" + (f" ({plan.reason})" if plan.reason else "")
-
-
-def _run_outside_the_compiler(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    from ..ops.uncompiled import call  # loads the compiler, which is there anyway by now
-
-    return call(run, x)
 
 
 class Transition(nn.Sequential):
@@ -467,6 +390,13 @@ class Transition(nn.Sequential):
         self.conv = conv(spatial_dims, in_channels, out_channels, kernel_size=1)
         self.pool = pool(spatial_dims, "Avg", kernel_size=2, stride=2)
 
-    def format(self, channels_last: bool, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Whether its output is channels-last, from whether its rectified input, of that shape, is."""
-        return len(shape) == 4 and behind_convolution(channels_last, shape, tensor(self.conv, "weight"), dtype)
+    def tail(self) -> Tail:
+        """Its modules, as what closes a block."""
+        modules = self._modules
+        return Tail(modules["norm"], modules["relu"], modules["conv"], modules["pool"], (self,))
+
+    def why_not_taken_in(self) -> str:
+        """Why the block function cannot take in this transition."""
+        if list(self._modules) != ["norm", "relu", "conv", "pool"]:
+            return f"it is made of {', '.join(self._modules)}"
+        return why_no_tail(self.tail())

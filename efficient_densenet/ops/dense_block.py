@@ -48,7 +48,7 @@ from .batch_norm import (
 )  # fmt: skip
 from .conv3x3 import as_images
 from .device import products_as_convolutions
-from .modules import part, tensor
+from .modules import Parts, tensor
 from .overrides import overridable
 from .passes import Correction, FoldedNorm, Gradients, Need, Partial, Pending, implementation, merge, wide_type
 from .rebuild import must_rebuild, rebuilt_gradients
@@ -574,16 +574,11 @@ def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype:
         return _Forward(buffer, x.shape[1], call, parameters, keep=False).run()
 
 
-def layer_call(layer: nn.Module) -> tuple[LayerCall, list[Tensor]]:
+def layer_call(layer: Parts) -> tuple[LayerCall, list[Tensor]]:
     """How a dense layer runs just now, and its parameters."""
-
-    def parameters(norm: nn.Module, conv: nn.Module) -> list[Tensor]:
-        return [tensor(norm, "weight"), tensor(norm, "bias"), tensor(conv, "weight")]
-
-    drop_rate = layer.drop_rate if layer.training and layer.drop_rate > 0 else 0.0
-    norm, conv = part(layer, "norm1"), part(layer, "conv1")
-    first, taken = NormCall.of(norm), parameters(norm, conv)
-    if not layer.has_bottleneck:
-        return LayerCall(first, None, drop_rate), taken
-    norm, conv = part(layer, "norm2"), part(layer, "conv2")
-    return LayerCall(first, NormCall.of(norm), drop_rate), taken + parameters(norm, conv)
+    parameters = [
+        parameter for norm, conv in zip(layer.norms, layer.convs, strict=True)
+        for parameter in (tensor(norm, "weight"), tensor(norm, "bias"), tensor(conv, "weight"))
+    ]  # fmt: skip
+    second = None if layer.norm2 is None else NormCall.of(layer.norm2)
+    return LayerCall(NormCall.of(layer.norm1), second, layer.drop_rate), parameters

@@ -7,6 +7,9 @@ number.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +24,41 @@ AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 MAX_POOLS = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+
+
+class Parts(NamedTuple):
+    """What a dense layer is made of in this forward: BN-ReLU-conv1x1-BN-ReLU-conv3x3, or BN-ReLU-conv3x3.
+
+    Modules are looked up by their names every time, never held: they may have been replaced, or be a replica's.
+    """
+
+    norm1: nn.Module
+    relu1: nn.Module | None  # None: by a function, or within the norm
+    conv1: nn.Module
+    norm2: nn.Module | None = None  # None: no bottleneck
+    relu2: nn.Module | None = None
+    conv2: nn.Module | None = None
+    drop_rate: float = 0.0  # of the dropout that is active just now
+    channel_wise: bool = False  # which drops whole channels
+    owners: tuple[nn.Module, ...] = ()  # in whose forward all this stands
+
+    @property
+    def norms(self) -> tuple[nn.Module, ...]:
+        return (self.norm1,) if self.norm2 is None else (self.norm1, self.norm2)
+
+    @property
+    def convs(self) -> tuple[nn.Module, ...]:
+        return (self.conv1,) if self.norm2 is None else (self.conv1, self.conv2)
+
+
+class Tail(NamedTuple):
+    """What closes a dense block: a transition, BN-ReLU-conv1x1-AvgPool2, or BN-ReLU where there is no convolution."""
+
+    norm: nn.Module
+    relu: nn.Module | None  # as in :class:`Parts`
+    conv: nn.Module | None = None
+    pool: nn.Module | None = None
+    owners: tuple[nn.Module, ...] = ()
 
 
 def tensor(module: nn.Module, name: str) -> Tensor | None:
@@ -106,56 +144,47 @@ def why_quantised(layer: nn.Module) -> str:
     return ""
 
 
-def why_not_recomputed(layer: nn.Module) -> str:
+def why_not_recomputed(layer: Parts) -> str:
     """Why a dense layer's bottleneck cannot be rebuilt from its features."""
     return (
-        _why_other_norm(layer, "norm1", affine=False)
-        or _why_other(layer, "relu1", (nn.ReLU,))
-        or _why_other(layer, "conv1", tuple(CONVOLUTIONS))
+        _why_other_norm(layer.norm1, "norm1", affine=False)
+        or _why_other_relu(layer.relu1, "relu1")
+        or _why_other(layer.conv1, "conv1", tuple(CONVOLUTIONS))
         or ("" if layer.conv1.padding_mode == "zeros" else f"conv1 pads with {layer.conv1.padding_mode!r}")
-        or ("it has hooks" if is_hooked(layer) else "")
+        or _why_hooked(layer.owners)
     )
 
 
-def why_not_fused(layer: nn.Module) -> str:
+def why_not_fused(layer: Parts) -> str:
     """Why the block function cannot speak for a dense layer."""
-    if is_hooked(layer) or "after_bottleneck" in layer.__dict__:
-        return "it has hooks"
-    if why := _why_other_norm(layer, "norm1") or _why_other(layer, "relu1", (nn.ReLU,)):
+    why = _why_hooked(layer.owners) or _why_other_norm(layer.norm1, "norm1") or _why_other_relu(layer.relu1, "relu1")
+    if why or layer.norm2 is None:
+        return why or _why_other_conv(layer.conv1, "conv1", 3)
+    return (
+        _why_other_conv(layer.conv1, "conv1", 1)
+        or _why_other_norm(layer.norm2, "norm2")
+        or _why_other_relu(layer.relu2, "relu2")
+        or _why_other_conv(layer.conv2, "conv2", 3)
+        or ("it drops whole channels" if layer.drop_rate and layer.channel_wise else "")
+    )
+
+
+def why_no_tail(tail: Tail) -> str:
+    """Why the block function cannot take in what closes the block."""
+    norm, conv, pool = ("norm5", "", "") if tail.conv is None else ("norm", "conv", "pool")
+    why = _why_hooked(tail.owners) or _why_other_norm(tail.norm, norm) or _why_other_relu(tail.relu, "relu")
+    if why or tail.conv is None:
         return why
-    if not layer.has_bottleneck:
-        return _why_other_conv(layer, "conv1", 3)
     return (
-        _why_other_conv(layer, "conv1", 1)
-        or _why_other_norm(layer, "norm2")
-        or _why_other(layer, "relu2", (nn.ReLU,))
-        or _why_other_conv(layer, "conv2", 3)
+        _why_other_conv(tail.conv, conv, 1)
+        or _why_other(tail.pool, pool, AVERAGE_POOLS)
+        or ("" if _is_plain_halving(tail.pool) else "pool has another window")
     )
-
-
-def why_no_transition(transition: nn.Module) -> str:
-    """Why the block function cannot take in this transition."""
-    if is_hooked(transition):
-        return "it has hooks"
-    if list(transition._modules) != ["norm", "relu", "conv", "pool"]:
-        return f"it is made of {', '.join(transition._modules)}"
-    return (
-        _why_other_norm(transition, "norm")
-        or _why_other(transition, "relu", (nn.ReLU,))
-        or _why_other_conv(transition, "conv", 1)
-        or _why_other(transition, "pool", AVERAGE_POOLS)
-        or ("" if _is_plain_halving(transition.pool) else "pool has another window")
-    )
-
-
-def why_no_final_norm(norm: nn.Module) -> str:
-    """Why the block function cannot take in the final norm."""
-    return _why_other_batch_norm(norm, "norm5")
 
 
 def why_no_stem(norm: nn.Module, relu: nn.Module, pool: nn.Module) -> str:
     """Why BN, ReLU and max-pool of the stem cannot be one function."""
-    if why := _why_other_batch_norm(norm, "norm0"):
+    if why := _why_other_norm(norm, "norm0"):
         return why
     if type(relu) is not nn.ReLU or is_hooked(relu):
         return "relu0 is not a plain ReLU"
@@ -164,22 +193,23 @@ def why_no_stem(norm: nn.Module, relu: nn.Module, pool: nn.Module) -> str:
     return ""
 
 
-def _why_other(parent: nn.Module, name: str, types: tuple[type, ...]) -> str:
-    module = part(parent, name)
+def _why_hooked(owners: Iterable[nn.Module]) -> str:
+    return "it has hooks" if any(map(is_hooked, owners)) else ""
+
+
+def _why_other(module: nn.Module, name: str, types: tuple[type, ...]) -> str:
     if type(module) not in types:
         return f"{name} is a {type(module).__name__}"
     return f"{name} has hooks" if is_hooked(module) else ""
 
 
-def _why_other_norm(parent: nn.Module, name: str, affine: bool = True) -> str:
-    return _why_other_batch_norm(part(parent, name), name, affine)
+def _why_other_relu(relu: nn.Module | None, name: str) -> str:
+    return "" if relu is None else _why_other(relu, name, (nn.ReLU,))
 
 
-def _why_other_batch_norm(norm: nn.Module, name: str, affine: bool = True) -> str:
-    if type(norm) not in NORMS:
-        return f"{name} is a {type(norm).__name__}"
-    if is_hooked(norm):
-        return f"{name} has hooks"
+def _why_other_norm(norm: nn.Module, name: str, affine: bool = True) -> str:
+    if why := _why_other(norm, name, NORMS):
+        return why
     if not norm.eps > 0:
         return f"{name} has eps {norm.eps}"
     for parameter in (tensor(norm, "weight"), tensor(norm, "bias")):
@@ -188,10 +218,9 @@ def _why_other_batch_norm(norm: nn.Module, name: str, affine: bool = True) -> st
     return ""
 
 
-def _why_other_conv(parent: nn.Module, name: str, kernel: int) -> str:
-    if why := _why_other(parent, name, tuple(CONVOLUTIONS)):
+def _why_other_conv(conv: nn.Module, name: str, kernel: int) -> str:
+    if why := _why_other(conv, name, tuple(CONVOLUTIONS)):
         return why
-    conv = part(parent, name)
     if not is_plain(tensor(conv, "weight")):
         return f"{name} has no plain weight"
     dims = len(conv.kernel_size)
