@@ -80,11 +80,9 @@ def launches(layer: str, dtype: torch.dtype, padded: bool = True) -> dict[str, l
         "conv3x3 forward": launch.norm_relu_conv.plan(
             b, *two[:2], w2, None, None, y, parts("norm_relu_conv", k, width), sizes
         ),
-        "conv3x3 input gradient": launch.conv_input_gradient.plan(
-            g, y, *own, None, w2, b, *two, dz2, parts("conv_input_gradient", width, k), sizes, 0, False
-        ),
-        "conv3x3 weight gradient": launch.conv_weight_gradient.plan(
-            g, y, *own, None, b, *two[:2], empty(p4, w2.numel()), sizes, taps, each4, True, False
+        "conv3x3 backward": launch.conv_gradient.plan(
+            g, y, *own, None, w2, b, *two, dz2, parts("conv_input_gradient", width, k), empty(p4, w2.numel()), sizes, 0,
+            False, each4, True, False,
         ),
         "conv1x1 backward": launch.product_gradient.plan(
             x, g_x, b, dz2, w1, *one, two[0], *two, empty(p5, w1.numel()), empty(p5, 2, c), 0, each5, True, False
@@ -186,8 +184,7 @@ needs_tools = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="Triton'
     ("target", "layer", "name", "dtype"),
     [
         ("sm_90", "BC(100,12) block 3", "conv1x1 forward", HALF),
-        ("sm_90", "BC(100,12) block 1", "conv3x3 input gradient", HALF),
-        ("sm_90", "BC(100,12) block 1", "conv3x3 weight gradient", HALF),
+        ("sm_90", "BC(100,12) block 1", "conv3x3 backward", HALF),
         ("sm_90", "121", "conv1x1 backward", HALF),
         ("sm_80", "BC(100,12) block 3", "conv1x1 backward", HALF),
         ("sm_80", "161", "conv1x1 backward", FULL),

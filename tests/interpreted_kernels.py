@@ -163,7 +163,7 @@ def test_a_dispatch_mode_sees_every_launch_and_fake_tensors_need_none():
         step(proof._Values(torch.float32, CPU, False))
     with FakeTensorMode(allow_non_fake_inputs=True), Seen() as fake:
         step(proof._Values(torch.float32, CPU, False))
-    assert real.names == fake.names == ["product_gradient", "finish_gradient"]
+    assert real.names == fake.names == ["product_gradient", "finish_and_product"]
 
 
 def test_what_is_only_written_does_not_count_as_read():

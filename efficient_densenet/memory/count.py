@@ -121,7 +121,12 @@ def _in_half_precision(select: Callable[..., Any]) -> Callable[..., Any]:
     """The choice of a convolution's backend, which without a device denies bfloat16 cuDNN and its layout."""
 
     def chosen(*tensors: Tensor, bias: Tensor | None = None, **settings: Any) -> Any:
-        *tensors, bias = (t.half() if t is not None and t.dtype == torch.bfloat16 else t for t in (*tensors, bias))
+        def half(t: Tensor | None) -> Tensor | None:
+            if t is None or t.dtype != torch.bfloat16:
+                return t
+            return torch.empty_strided(t.shape, t.stride(), dtype=torch.float16, device=t.device)  # launches nothing
+
+        *tensors, bias = map(half, (*tensors, bias))
         return select(*tensors, bias=bias, **settings)
 
     return chosen

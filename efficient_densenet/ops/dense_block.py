@@ -50,7 +50,9 @@ from .conv3x3 import as_images
 from .device import products_as_convolutions
 from .modules import Parts, tensor
 from .overrides import overridable
-from .passes import Correction, FoldedNorm, Gradients, Need, Partial, Pending, implementation, merge, wide_type
+from .passes import (
+    Correction, FoldedNorm, Gradients, Need, Partial, Pending, Rebuild, implementation, merge, wide_type,
+)  # fmt: skip
 from .rebuild import must_rebuild, rebuilt_gradients
 from .storage import FeatureBuffer, append, as_rows, channels_last_empty, columns
 from .tiles import Scratch, tile_rows
@@ -399,6 +401,7 @@ class _Backward:
         norms = [norm for layer in kept.layers for norm in (layer.norm1, layer.norm2)]
         norms = [norm for norm in (*norms, kept.tail) if norm is not None]
         self.short_cuts = of.passes.short_cuts(norms, of.dtype)
+        self.rebuilt: Tensor | None = None  # conv1's output in the next layer, if it has been run again already
 
     def run(self, grad: Tensor) -> list[Tensor | None]:
         """The gradients of the input and of all parameters, ``None`` where it is not wanted."""
@@ -448,13 +451,14 @@ class _Backward:
             )  # fmt: skip
             return self.finish(pending, norm1, p[2], read, g is not None)[:3]
 
-        width = inner[1] - inner[0]
-        b = kept.conv1
+        b = kept.conv1 if self.rebuilt is None else self.rebuilt
+        self.rebuilt = None
         if b is None:
-            b = of.matrix("b", width)
-            passes.conv1x1_forward(x, norm1, p[2], None, b, None, of.scratch)
+            again = self.rebuild(i)
+            passes.conv1x1_forward(*again, None, of.scratch)
+            b = again.out
         need_b = g is not None or any(needs[:3])
-        dz2 = of.matrix("dz2", width) if need_b else None
+        dz2 = of.matrix("dz2", b.shape[1]) if need_b else None
         pending = passes.conv3x3_backward(
             b, norm2, p[5], y, dy, correction, factor, of.sizes, dz2, None,
             self.need(norm2, need_b, *needs[3:]), of.scratch,
@@ -467,7 +471,19 @@ class _Backward:
             x, norm1, p[2], b, dz2, norm2, correction2, g, first,
             self.need(norm1, g is not None, *needs[:3]), of.scratch,
         )  # fmt: skip
-        return (*self.finish(pending, norm1, p[2], read, g is not None)[:3], *second)
+        again = self.rebuild(i - 1)  # into b's memory, which is free by now
+        self.rebuilt = None if again is None else again.out
+        return (*self.finish(pending, norm1, p[2], read, g is not None, again)[:3], *second)
+
+    def rebuild(self, i: int) -> Rebuild | None:
+        """What gives conv1's output in layer ``i``, where the backward pass needs it and it was not kept."""
+        if i < 0 or self.call.layers[i].norm2 is None or self.kept.layers[i].conv1 is not None:
+            return None
+        of, (start, stop), (inner_start, inner_stop) = self.of, self.of.read(i), self.of.inner(i)
+        if self.gradient(start, stop)[0] is None and not any(self.needs[i]):
+            return None
+        b = of.matrix("b", inner_stop - inner_start)
+        return Rebuild(columns(of.rows, start, stop), self.kept.layers[i].norm1, self.groups[i][2], None, b)
 
     def input(self) -> Tensor:
         """The complete gradient of the block's input."""
@@ -490,12 +506,14 @@ class _Backward:
         return Need(sums, need_weight, short_cut=sums and need_weight and norm in self.short_cuts)
 
     def finish(
-        self, pending: Pending, norm: FoldedNorm, weight: Tensor | None, channels: tuple[int, int], need_input: bool
-    ) -> Gradients:
+        self, pending: Pending, norm: FoldedNorm, weight: Tensor | None, channels: tuple[int, int], need_input: bool,
+        rebuild: Rebuild | None = None,
+    ) -> Gradients:  # fmt: skip
         """The parameters' gradients; the norm's correction is added to that of the channels it read."""
         of, (start, stop) = self.of, channels
         correction = self.correction[:, start:stop] if need_input and norm.batch else None
-        return of.passes.finish_backward(pending, norm, weight, self.kept.exchange.count, correction, of.scratch)
+        count = self.kept.exchange.count
+        return of.passes.finish_backward(pending, norm, weight, count, correction, of.scratch, rebuild)
 
     def correction_of(self, start: int, stop: int) -> Correction | None:
         """The complete correction of channels whose readers are done, over all processes; ``None`` where none is due."""

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from ..tiles import Scratch
-from .vectors import Correction, FoldedNorm, Gradients, Need, Partial, Pending, merge, wide_type
+from .vectors import Correction, FoldedNorm, Gradients, Need, Partial, Pending, Rebuild, merge, wide_type
 
 __all__ = [
-    "Correction", "FoldedNorm", "Gradients", "Need", "Partial", "Passes", "Pending", "choice", "implementation", "merge",
-    "wide_type",
+    "Correction", "FoldedNorm", "Gradients", "Need", "Partial", "Passes", "Pending", "Rebuild", "choice",
+    "implementation", "merge", "wide_type",
 ]  # fmt: skip
 
 
@@ -149,7 +149,7 @@ class Passes(Protocol):
     @staticmethod
     def finish_backward(
         pending: Pending, norm: FoldedNorm, weight: Tensor | None, count: int, correction: Tensor | None,
-        scratch: Scratch,
+        scratch: Scratch, rebuild: Rebuild | None = None,
     ) -> Gradients:  # fmt: skip
         """Small sums at the end of a backward pass: the parameters' gradients, and the norm's part of a correction.
 
@@ -161,6 +161,8 @@ class Passes(Protocol):
             weight: the convolution's, or ``None`` where there is none.
             count: m, of the batches of all processes together.
             correction: ``(2, C)``, slope and level, added to; ``None``: not wanted.
+            rebuild: a convolution to run at the same time, in the same launch where there are any: it depends on none of
+                this, and the pass before no longer on what it writes.
 
         Returns:
             What was needed, else ``None``: sums give both gamma's and beta's.

@@ -219,11 +219,11 @@ def _tile(kernel: str, itemsize: int, precision: str, columns: int, inner: int, 
             return Tile(64, narrow, 16, 4, 2)
         return Tile(128, narrow, 64 if half else 32, 4, 3)
     if kernel == "conv_input_gradient":
-        return Tile(64, 64, 16 if exact else min(max(power_of_two(inner), 16), 32), 4, 2)
+        return Tile(64, 32, 16, 4, 2) if exact else Tile(64, 64, min(max(power_of_two(inner), 16), 32), 4, 2)
     if kernel == "conv_weight_gradient":
         blackwell = capability[:1] in ((10,), (11,), (12,))
         rows = 32 if exact or (blackwell and not half) else 64
-        return Tile(rows, 64, min(max(power_of_two(inner), 16), 64), 4, 2)
+        return Tile(rows, 32 if exact else 64, min(max(power_of_two(inner), 16), 64), 4, 2)
     if kernel == "product_gradient":
         taken = max(power_of_two(inner), 16)
         hopper = capability in ((9, 0), (10, 0), (10, 3))  # or later, with its shared memory
@@ -340,48 +340,37 @@ def norm_relu_conv(x, scale, shift, weight, bias, factor, out, part, sizes):
 
 
 @operator(
-    "conv_input_gradient(Tensor g, Tensor y, Tensor? slope, Tensor? level, Tensor? ymean, Tensor? factor, "
-    "Tensor weight, Tensor x, Tensor scale, Tensor shift, Tensor mean, Tensor(a!)? out, Tensor(b!) sums, int[] sizes, "
-    "int first, bool add)",
-    "sums", y="slope", out="add",
+    "conv_gradient(Tensor g, Tensor y, Tensor? slope, Tensor? level, Tensor? ymean, Tensor? factor, Tensor weight, "
+    "Tensor x, Tensor scale, Tensor shift, Tensor mean, Tensor(a!)? out, Tensor(b!)? sums, Tensor(c!)? dw, int[] sizes, "
+    "int first, bool add, int split_rows, bool dweight, bool bias)",
+    "sums", "dw", y="slope", out="add", weight="sums",
 )  # fmt: skip
-def conv_input_gradient(g, y, slope, level, ymean, factor, weight, x, scale, shift, mean, out, sums, sizes, first, add):
+def conv_gradient(
+    g, y, slope, level, ymean, factor, weight, x, scale, shift, mean, out, sums, dw, sizes, first, add, split_rows,
+    dweight, bias,
+):  # fmt: skip
     (m, k), c = g.shape, x.shape[1]
     t = tile("conv_input_gradient", x.dtype, c, k, x.device)
+    w = tile("conv_weight_gradient", x.dtype, c, k, x.device)
     td, th, tw = _images(weight.shape[1:-1])
     vo = 1 if out is None else together(out, c, first if add else 0, exact=True)
     arguments = (
         g, g.stride(0), y, y.stride(0), slope, level, ymean, factor, *_strides(factor), weight, x, x.stride(0), scale,
-        shift, mean, out, 0 if out is None else out.stride(0), sums, m, c, k, *_images(sizes), first // vo,
+        shift, mean, out, 0 if out is None else out.stride(0), sums, dw, m, c, k, *_images(sizes), split_rows,
+        first // vo,
     )  # fmt: skip
     constants = _constants(
-        x, t, TD=td, TH=th, TW=tw, CORRECT=slope is not None, DROPS=factor is not None, ADD=add and out is not None,
-        WRITE=not add and out is not None, VG=min(together(g, k), together(y, k)),
-        VW=together(weight[0, 0, 0], c, exact=True), VX=together(x, c), VO=vo,
+        x, t, TD=td, TH=th, TW=tw, CORRECT=slope is not None, DROPS=factor is not None, INPUT=sums is not None,
+        ADD=add and out is not None, WRITE=not add and out is not None, WEIGHT=dweight, BIAS=bias,
+        VG=min(together(g, k), together(y, k)), VW=together(weight[0, 0, 0], c, exact=True), VX=together(x, c), VO=vo,
+        WM=w.rows, WC=w.columns, WK=w.inner,
     )  # fmt: skip
-    programs = cdiv(m, t.rows) * cdiv(c, t.columns)
-    return Launch("conv_input_gradient", programs, arguments, constants, t.warps, t.stages)
-
-
-@operator(
-    "conv_weight_gradient(Tensor g, Tensor y, Tensor? slope, Tensor? level, Tensor? ymean, Tensor? factor, Tensor x, "
-    "Tensor scale, Tensor shift, Tensor(a!) dw, int[] sizes, int[] taps, int split_rows, bool weight, bool bias)",
-    "dw", y="slope",
-)  # fmt: skip
-def conv_weight_gradient(g, y, slope, level, ymean, factor, x, scale, shift, dw, sizes, taps, split_rows, weight, bias):
-    (m, k), c = g.shape, x.shape[1]
-    t = tile("conv_weight_gradient", x.dtype, c, k, x.device)
-    td, th, tw = _images(taps)
-    arguments = (
-        g, g.stride(0), y, y.stride(0), slope, level, ymean, factor, *_strides(factor), x, x.stride(0), scale, shift,
-        dw, m, c, k, *_images(sizes), split_rows,
-    )  # fmt: skip
-    constants = _constants(
-        x, t, TD=td, TH=th, TW=tw, CORRECT=slope is not None, DROPS=factor is not None, WEIGHT=weight, BIAS=bias,
-        VG=min(together(g, k), together(y, k)), VX=together(x, c),
-    )  # fmt: skip
-    programs = dw.shape[0] * td * th * tw * cdiv(c, t.columns) * cdiv(k, t.inner)
-    return Launch("conv_weight_gradient", programs, arguments, constants, t.warps, t.stages)
+    programs = 0
+    if sums is not None:
+        programs += cdiv(m, t.rows) * cdiv(c, t.columns)
+    if dw is not None:
+        programs += dw.shape[0] * td * th * tw * cdiv(c, w.columns) * cdiv(k, w.inner)
+    return Launch("conv_gradient", programs, arguments, constants, t.warps, t.stages)
 
 
 @operator(
@@ -505,6 +494,23 @@ def finish_gradient(sums, r, scale, dgamma, dbeta, slope, level, dw, out, dbias,
     )  # fmt: skip
     constants = {
         "TAPS": taps, "NORM": sums is not None, "BATCH": slope is not None, "WEIGHT": out is not None,
-        "BIAS": dbias is not None, "BP": 128, "BC": 8, "BS": 16, "BE": 128, "ACC": r.dtype,
+        "BIAS": dbias is not None, "BP": 128, "BV": 8, "BS": 16, "BE": 128, "ACC": r.dtype,
     }  # fmt: skip
     return Launch("finish_gradient", cdiv(c, 8) + cdiv(width, 128), arguments, constants, 4, 1)
+
+
+@operator(
+    "finish_and_product(Tensor? sums, Tensor r, Tensor scale, Tensor(a!)? dgamma, Tensor(b!)? dbeta, Tensor(c!)? slope, "
+    "Tensor(d!)? level, Tensor? dw, Tensor(e!)? out, Tensor(f!)? dbias, int count, int o, int[] strides, Tensor x, "
+    "Tensor xscale, Tensor xshift, Tensor weight, Tensor? bias, Tensor(g!) product)",
+    "dgamma", "dbeta", "out", "dbias", "product",
+)  # fmt: skip
+def finish_and_product(
+    sums, r, scale, dgamma, dbeta, slope, level, dw, out, dbias, count, o, strides, x, xscale, xshift, weight, bias,
+    product,
+):  # fmt: skip
+    first = finish_gradient.plan(sums, r, scale, dgamma, dbeta, slope, level, dw, out, dbias, count, o, strides)
+    then = norm_relu_product.plan(x, xscale, xshift, weight, bias, product, None, [1], [1])
+    arguments = *first.arguments, first.programs, *then.arguments
+    constants = first.constants | then.constants
+    return Launch("finish_and_product", first.programs + then.programs, arguments, constants, then.warps, then.stages)

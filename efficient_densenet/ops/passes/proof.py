@@ -18,7 +18,7 @@ from ..device import is_assumed
 from ..tiles import Scratch
 from . import reference
 from .launch import Failed, precision
-from .vectors import Correction, FoldedNorm, Need, Partial, merge, wide_type
+from .vectors import Correction, FoldedNorm, Need, Partial, Rebuild, merge, wide_type
 
 # Relative to the largest value of what is compared.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -236,9 +236,11 @@ def conv3x3_forward(passes, v, scratch, s):
     return {"out": _whole(out), "statistics": _statistics(new, stored)}
 
 
-def _finished(passes, pending, norm, weight, v, scratch, channels, count) -> dict[str, Tensor]:
+def _finished(passes, pending, norm, weight, v, scratch, channels, count, rebuild=None) -> dict[str, Tensor]:
     correction = _space(v, 2, channels)
-    found = passes.finish_backward(pending, norm, weight, count, correction if norm.batch else None, scratch)
+    found = passes.finish_backward(
+        pending, norm, weight, count, correction if norm.batch else None, scratch, rebuild
+    )
     return {"correction": correction} | {
         f"d{name}": value for name, value in found._asdict().items() if value is not None
     }
@@ -275,7 +277,9 @@ def conv1x1_backward(passes, v, scratch, s):
         x, norm, weight, b, dz2, norm2, v.correction(s.width) if s.batch else None, g, s.first,
         Need(True, True, s.bias), scratch,
     )  # fmt: skip
-    return {"g": _whole(g)} | _finished(passes, pending, norm, weight, v, scratch, s.channels, s.rows)
+    again = Rebuild(x[:, : s.k], v.norm(s.k), v.parameter(s.width, s.k, *(1 for _ in s.taps)), None, b)
+    found = _finished(passes, pending, norm, weight, v, scratch, s.channels, s.rows, again)
+    return {"g": _whole(g), "b": b} | found
 
 
 @_case

@@ -131,7 +131,9 @@ def conv1x1_backward(x, norm, weight, b, dz2, norm2, correction2, g, first, need
     return _summed(need, norm, x, dz, db.t() @ z, db)
 
 
-def finish_backward(pending, norm, weight, count, correction, scratch):
+def finish_backward(pending, norm, weight, count, correction, scratch, rebuild=None):
+    if rebuild is not None:
+        conv1x1_forward(*rebuild, None, scratch)
     dgamma = dbeta = dweight = dbias = None
     if pending.need.sums:
         dbeta, dgamma = pending.dz, norm.r * pending.dz_x

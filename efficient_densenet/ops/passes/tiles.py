@@ -251,7 +251,9 @@ def conv1x1_backward(x, norm, weight, b, dz2, norm2, correction2, g, first, need
     return sums
 
 
-def finish_backward(pending, norm, weight, count, correction, scratch):
+def finish_backward(pending, norm, weight, count, correction, scratch, rebuild=None):
+    if rebuild is not None:
+        conv1x1_forward(*rebuild, None, scratch)
     need, dbeta = pending.need, pending.dbeta
     dgamma = dweight = dbias = None
     if need.weight:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..conv3x3 import add_product
 from . import launch, proof, reference
 from . import tiles as plain
 from .launch import cdiv
@@ -126,28 +125,23 @@ def _per_row(factor: Tensor | None, sizes: tuple[int, ...]) -> Tensor | None:
 def conv3x3_backward(x, norm, weight, y, grad, correction, factor, sizes, out, first, need, scratch):
     rows, channels = x.shape
     k, dtype = grad.shape[1], wide_type(x.dtype)
-    slope, level, mean = _three(correction)
-    factor = _per_row(factor, sizes)
-    sums = convolution = None
+    sums, convolution, each = None, None, rows
     if need.weight or need.bias:
-        taps = weight.shape[2:]
         tile = launch.tile("conv_weight_gradient", x.dtype, channels, k, x.device)
-        chunks = math.prod(taps) * cdiv(channels, tile.columns) * cdiv(k, tile.inner)
+        chunks = math.prod(weight.shape[2:]) * cdiv(channels, tile.columns) * cdiv(k, tile.inner)
         parts, each = launch.splits(rows, chunks, tile.rows, x.device)
         width = weight.numel() * need.weight + k * need.bias
         convolution = scratch.take("convolution sums", parts, width, dtype)
-        launch.conv_weight_gradient(
-            grad, y, slope, level, mean, factor, x, norm.scale, norm.shift, convolution, sizes, taps, each, need.weight,
-            need.bias,
-        )  # fmt: skip
     if need.sums or out is not None:
         tile = launch.tile("conv_input_gradient", x.dtype, channels, k, x.device)
         parts = cdiv(rows, tile.rows)
         sums = scratch.take("norm sums", parts, 2 * channels, dtype).view(parts, 2, channels)
-        launch.conv_input_gradient(
-            grad, y, slope, level, mean, factor, _kernel_rows(weight), x, norm.scale, norm.shift, norm.mean, out, sums,
-            sizes, first or 0, first is not None,
-        )  # fmt: skip
+    if sums is None and convolution is None:
+        return _Sums(need, None, None)
+    launch.conv_gradient(
+        grad, y, *_three(correction), _per_row(factor, sizes), _kernel_rows(weight), x, norm.scale, norm.shift,
+        norm.mean, out, sums, convolution, sizes, first or 0, first is not None, each, need.weight, need.bias,
+    )  # fmt: skip
     return _Sums(need, sums, convolution)
 
 
@@ -173,11 +167,13 @@ def conv1x1_backward(x, norm, weight, b, dz2, norm2, correction2, g, first, need
     return _Sums(need, sums, convolution)
 
 
-def finish_backward(pending, norm, weight, count, correction, scratch):
+def finish_backward(pending, norm, weight, count, correction, scratch, rebuild=None):
     if not isinstance(pending, _Sums):
-        return plain.finish_backward(pending, norm, weight, count, correction, scratch)
+        return plain.finish_backward(pending, norm, weight, count, correction, scratch, rebuild)
     need, sums, convolution = pending
     if not (need.sums or need.weight or need.bias):
+        if rebuild is not None:
+            conv1x1_forward(*rebuild, None, scratch)
         return Gradients()
     dgamma = dbeta = dweight = dbias = slope = level = None
     if need.sums:
@@ -190,12 +186,20 @@ def finish_backward(pending, norm, weight, count, correction, scratch):
         strides = (dweight.stride(0), dweight.stride(-1), dweight.stride(1))
     if need.bias:
         dbias = torch.empty(weight.shape[0], dtype=weight.dtype, device=weight.device)
+    arguments = (
+        sums if need.sums else None, norm.r, norm.scale, dgamma, dbeta, slope, level, convolution, dweight, dbias,
+        count, 0 if weight is None else weight.shape[0], strides,
+    )  # fmt: skip
     try:
-        launch.finish_gradient(
-            sums if need.sums else None, norm.r, norm.scale, dgamma, dbeta, slope, level, convolution, dweight, dbias,
-            count, 0 if weight is None else weight.shape[0], strides,
-        )  # fmt: skip
+        if rebuild is None:
+            launch.finish_gradient(*arguments)
+        else:
+            x, of, kernel, bias, out = rebuild
+            kernel = kernel.flatten(1).contiguous()
+            launch.finish_and_product(*arguments, x, of.scale, of.shift, kernel, bias, out)
     except launch.Failed:
+        if rebuild is not None:
+            conv1x1_forward(*rebuild, None, scratch)
         return reference.finish_backward(_added_up(pending, weight), norm, weight, count, correction, scratch)
     return Gradients(
         None if norm.gamma is None else dgamma, None if norm.beta is None else dbeta, dweight, dbias
@@ -233,12 +237,11 @@ def norm_relu_backward(x, norm, grad, out, first, need, scratch):
     return _Sums(need, _norm_relu_gradient(x, norm, grad, None, None, out, first, scratch), None)
 
 
-def _norm_relu_gradient(x, norm, grad, pool, sizes, out, first, scratch, sums: Tensor | None = None) -> Tensor:
+def _norm_relu_gradient(x, norm, grad, pool, sizes, out, first, scratch) -> Tensor:
     channels, rows = x.shape[1], grad.shape[0] * grad.shape[1]
     tile = launch.tile("norm_relu_gradient", x.dtype, channels, 0, x.device)
     parts, each = launch.splits(rows, cdiv(channels, tile.columns), tile.rows, x.device)
-    if sums is None:
-        sums = scratch.take("norm sums", parts, 2 * channels, wide_type(x.dtype)).view(parts, 2, channels)
+    sums = scratch.take("norm sums", parts, 2 * channels, wide_type(x.dtype)).view(parts, 2, channels)
     launch.norm_relu_gradient(
         x, norm.scale, norm.shift, norm.mean, grad, out, sums, sizes or [1], pool or [1], first or 0, each,
         first is not None, pool is not None,
@@ -256,37 +259,20 @@ def transition_forward(x, norm, weight, bias, pool, sizes, out, scratch):
 def transition_backward(x, norm, weight, grad, pool, sizes, out, first, need, scratch):
     if out is not None and any(size % step for size, step in zip(sizes, pool, strict=True)):
         out.zero_()  # no window covers the rest
-    channels, k = x.shape[1], weight.shape[0]
-    matrix = weight.flatten(1).to(x.dtype)
-    image = x.shape[0] // grad.shape[0]
-    # A few parts of the images, so that the gradient of what was pooled, (m / window, C), is a small thing.
-    images = [images.shape[0] for images in grad.chunk(4)]
-    tile = launch.tile("norm_relu_gradient", x.dtype, channels, 0, x.device)
-    counts = [
-        launch.splits(i * grad.shape[1], cdiv(channels, tile.columns), tile.rows, x.device)[0] for i in images
-    ]
-    dtype = wide_type(x.dtype)
-    sums = scratch.take("norm sums", sum(counts), 2 * channels, dtype).view(-1, 2, channels)
-    dw = None
-    outs = [None] * len(images) if out is None else out.split([i * image for i in images])
-    parts = zip(
-        x.split([i * image for i in images]), grad.split(images), outs, sums.split(counts), strict=True
-    )
-    for x_part, dout, g, s in parts:
-        dout = dout.flatten(0, 1)
-        dp = scratch.take("gradients", dout.shape[0], channels, x.dtype)
-        torch.mm(dout, matrix, out=dp)
-        _norm_relu_gradient(
-            x_part, norm, dp.view(-1, grad.shape[1], channels), pool, sizes, g, first, scratch, s
-        )
-        if need.weight:
-            dw = add_product(dw, dout.t(), dp)  # now what was pooled
+    (n, image, k), channels, dtype = grad.shape, x.shape[1], wide_type(x.dtype)
+    dout = grad.flatten(0, 1)
+    dp = torch.mm(dout, weight.flatten(1).to(x.dtype), out=scratch.take("gradients", n * image, channels, x.dtype))
+    sums = _norm_relu_gradient(x, norm, dp.view(n, image, channels), pool, sizes, out, first, scratch)
     convolution = None
     if need.weight or need.bias:
         size = weight.numel() * need.weight
-        convolution = torch.empty((1, size + k * need.bias), dtype=dtype, device=x.device)
-        if need.weight:
-            convolution[0, :size].view(k, channels).copy_(dw)
+        convolution = scratch.take("convolution sums", 1, size + k * need.bias, dtype)
+        if need.weight:  # dp is now what was pooled
+            dw = convolution[0, :size].view(k, channels)
+            if dtype == x.dtype:
+                torch.mm(dout.t(), dp, out=dw)
+            else:
+                dw.copy_(torch.mm(dout.t(), dp))
         if need.bias:
             torch.sum(grad, (0, 1), dtype=dtype, out=convolution[0, size:])
     return _Sums(need, sums, convolution)

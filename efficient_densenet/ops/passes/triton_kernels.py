@@ -117,21 +117,16 @@ def tap_rows(rows, rmask, D, H, L, dd, dh, dw):
 
 
 @triton.jit
-def norm_relu_product(
-    X, ldx, SCALE, SHIFT, W, ldw, BIAS, OUT, ldo, PART, m, C, N, D, H, L,
+def _norm_relu_product(
+    pid, X, ldx, SCALE, SHIFT, W, ldw, BIAS, OUT, ldo, PART, m, C, N, D, H, L,
     PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BIASED: tl.constexpr, STATS: tl.constexpr,
     VX: tl.constexpr, VS: tl.constexpr, VW: tl.constexpr, VO: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """``out = mean_window relu(scale x + shift) Wᵀ + bias`` of m rows of ``out``, and its statistics.
-
-    X: (rows, C); W: (N, C); OUT: (m, N); PART: (row blocks, 2, N). The window (PD, PH, PW) of images (D, H, L), without
-    overlap, is a transition's pooling; (1, 1, 1) for a dense layer.
-    """
     chunks = tl.cdiv(N, BC)
-    pm = tl.program_id(0) // chunks
+    pm = pid // chunks
     rows = pm * BM + tl.arange(0, BM)
-    cols = tl.program_id(0) % chunks * BC + tl.arange(0, BC)
+    cols = pid % chunks * BC + tl.arange(0, BC)
     rmask = rows < m
     first = window_rows(rows, D, H, L, PD, PH, PW)
     acc = tl.zeros((BM, BC), dtype=ACC)
@@ -156,6 +151,24 @@ def norm_relu_product(
     tl.store(places(OUT, rows.to(tl.int64), ldo, cols, VO), out, mask=ok)
     if STATS:  # of what was stored, rounded as stored
         store_statistics(PART, pm, out.to(ACC), rmask, tl.minimum(m - pm * BM, BM).to(ACC), cols, N)
+
+
+@triton.jit
+def norm_relu_product(
+    X, ldx, SCALE, SHIFT, W, ldw, BIAS, OUT, ldo, PART, m, C, N, D, H, L,
+    PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BIASED: tl.constexpr, STATS: tl.constexpr,
+    VX: tl.constexpr, VS: tl.constexpr, VW: tl.constexpr, VO: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """``out = mean_window relu(scale x + shift) Wᵀ + bias`` of m rows of ``out``, and its statistics.
+
+    X: (rows, C); W: (N, C); OUT: (m, N); PART: (row blocks, 2, N). The window (PD, PH, PW) of images (D, H, L), without
+    overlap, is a transition's pooling; (1, 1, 1) for a dense layer.
+    """
+    _norm_relu_product(
+        tl.program_id(0), X, ldx, SCALE, SHIFT, W, ldw, BIAS, OUT, ldo, PART, m, C, N, D, H, L, PD, PH, PW, BIASED, STATS,
+        VX, VS, VW, VO, BM, BC, BK, ACC, PREC,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -234,26 +247,23 @@ def own_gradient(
 
 
 @triton.jit
-def conv_input_gradient(
-    G, ldg, Y, ldy, SLOPE, LEVEL, YMEAN, FACTOR, image, fn, fp, fk, W, X, ldx, SCALE, SHIFT, MEAN, OUT, ldo, SUMS,
-    m, C, K, D, H, L, first,
+def _conv_input_gradient(
+    pid, G, ldg, Y, ldy, SLOPE, LEVEL, YMEAN, FACTOR, image, fn, fp, fk, W, X, ldx, SCALE, SHIFT, MEAN, OUT, ldo,
+    SUMS, m, C, K, D, H, L, first,
     TD: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
     CORRECT: tl.constexpr, DROPS: tl.constexpr, ADD: tl.constexpr, WRITE: tl.constexpr,
     VG: tl.constexpr, VW: tl.constexpr, VX: tl.constexpr, VO: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The convolution's gradient at its norm's output, ``dz``, and the sums ``Σ dz``, ``Σ dz (x - mean)``.
+    """The gradient at the norm's output, ``dz = dy ⋆ flipped W, where relu(scale x + shift) > 0``, and its sums.
 
-        dy = factor (g + slope y + level - slope ymean),     dz = dy ⋆ flipped W, where relu(scale x + shift) > 0
-
-    ``dy`` is the complete gradient of the layer's own K channels, whose columns G and Y are; X: (m, C);
-    W: (K, taps, C); SUMS: (row blocks, 2, C). OUT: ``dz``, (m, C) (WRITE), or the columns from ``first`` (counted in
-    ``VO``) on of the gradient of x, to which ``scale dz`` is added (ADD).
+    SUMS: (row blocks, 2, C), ``Σ dz`` and ``Σ dz (x - mean)``. OUT: ``dz``, (m, C) (WRITE), or the columns from ``first``
+    (counted in ``VO``) on of the gradient of x, to which ``scale dz`` is added (ADD).
     """
     chunks = tl.cdiv(C, BC)
-    pm = tl.program_id(0) // chunks
+    pm = pid // chunks
     rows = pm * BM + tl.arange(0, BM)
-    cs = tl.program_id(0) % chunks * BC + tl.arange(0, BC)
+    cs = pid % chunks * BC + tl.arange(0, BC)
     rmask = rows < m
     acc = tl.zeros((BM, BC), dtype=ACC)
     steps = tl.cdiv(K, BK)
@@ -293,15 +303,15 @@ def conv_input_gradient(
 
 
 @triton.jit
-def conv_weight_gradient(
-    G, ldg, Y, ldy, SLOPE, LEVEL, YMEAN, FACTOR, image, fn, fp, fk, X, ldx, SCALE, SHIFT, DW,
+def _conv_weight_gradient(
+    pid, G, ldg, Y, ldy, SLOPE, LEVEL, YMEAN, FACTOR, image, fn, fp, fk, X, ldx, SCALE, SHIFT, DW,
     m, C, K, D, H, L, split_rows,
     TD: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
     CORRECT: tl.constexpr, DROPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     VG: tl.constexpr, VX: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """``dW[k, tap, c] = Σ_q relu(scale x + shift)[q + tap, c] dy[q, k]``, ``dy`` as in :func:`conv_input_gradient`.
+    """``dW[k, tap, c] = Σ_q relu(scale x + shift)[q + tap, c] dy[q, k]``.
 
     A program sums over ``split_rows`` rows for one tap, BK output and BC input channels. DW: (splits, K taps C [+ K]),
     the last K with BIAS: ``Σ dy``.
@@ -309,7 +319,6 @@ def conv_weight_gradient(
     taps: tl.constexpr = TD * TH * TW
     cchunks = tl.cdiv(C, BC)
     kchunks = tl.cdiv(K, BK)
-    pid = tl.program_id(0)
     tap = pid % taps
     cs = pid // taps % cchunks * BC + tl.arange(0, BC)
     ko = pid // taps // cchunks % kchunks * BK + tl.arange(0, BK)
@@ -348,6 +357,40 @@ def conv_weight_gradient(
     if BIAS:
         alone = (tap == 0) & (pid // taps % cchunks == 0)
         tl.store(to + K * taps * C * WEIGHT + ko, total, mask=(ko < K) & alone)
+
+
+@triton.jit
+def conv_gradient(
+    G, ldg, Y, ldy, SLOPE, LEVEL, YMEAN, FACTOR, image, fn, fp, fk, W, X, ldx, SCALE, SHIFT, MEAN, OUT, ldo, SUMS, DW,
+    m, C, K, D, H, L, split_rows, first,
+    TD: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, CORRECT: tl.constexpr, DROPS: tl.constexpr,
+    INPUT: tl.constexpr, ADD: tl.constexpr, WRITE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    VG: tl.constexpr, VW: tl.constexpr, VX: tl.constexpr, VO: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, WM: tl.constexpr, WC: tl.constexpr, WK: tl.constexpr,
+    ACC: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """The convolution backwards, from ``dy = factor (g + slope y + level - slope ymean)``.
+
+    That is the complete gradient of the layer's own K channels, whose columns G and Y are; X: (m, C), what was read;
+    W: (K, taps, C). The first programs, the longer ones, find the weight's gradient (WEIGHT or BIAS) in tiles of WM
+    rows, WC and WK channels, the others the input's (INPUT) in tiles of BM, BC and BK.
+    """
+    pid = tl.program_id(0)
+    weights = 0
+    if WEIGHT or BIAS:
+        weights = tl.cdiv(m, split_rows) * (TD * TH * TW) * tl.cdiv(C, WC) * tl.cdiv(K, WK)
+        if pid < weights:
+            _conv_weight_gradient(
+                pid, G, ldg, Y, ldy, SLOPE, LEVEL, YMEAN, FACTOR, image, fn, fp, fk, X, ldx, SCALE, SHIFT, DW,
+                m, C, K, D, H, L, split_rows, TD, TH, TW, CORRECT, DROPS, WEIGHT, BIAS, VG, VX, WM, WC, WK, ACC, PREC,
+            )  # fmt: skip
+    if INPUT:
+        if pid >= weights:
+            _conv_input_gradient(
+                pid - weights, G, ldg, Y, ldy, SLOPE, LEVEL, YMEAN, FACTOR, image, fn, fp, fk, W, X, ldx, SCALE, SHIFT,
+                MEAN, OUT, ldo, SUMS, m, C, K, D, H, L, first, TD, TH, TW, CORRECT, DROPS, ADD, WRITE, VG, VW, VX, VO,
+                BM, BC, BK, ACC, PREC,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -589,27 +632,20 @@ def fold(
 
 
 @triton.jit
-def finish_gradient(
-    SUMS, R, SCALE, DGAMMA, DBETA, SLOPE, LEVEL, DW, OUT, DBIAS, parts, C, count, splits, O, CW, so, st, sc,
+def _finish_gradient(
+    pid, SUMS, R, SCALE, DGAMMA, DBETA, SLOPE, LEVEL, DW, OUT, DBIAS, parts, C, count, splits, O, CW, so, st, sc,
     TAPS: tl.constexpr, NORM: tl.constexpr, BATCH: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    BP: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, ACC: tl.constexpr,
+    BP: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Second stage of a layer's sums; the first programs do the norm's, the others the convolution's.
-
-    NORM: ``dbeta = Σ dz``, ``dgamma = r Σ dz (x - mean)`` of C channels from SUMS (parts, 2, C); with BATCH,
-    ``slope -= r scale dgamma / count``, ``level -= scale dbeta / count``.
-    WEIGHT: ``out[o, tap, c] = Σ DW`` from (splits, O TAPS CW), ``out`` with strides so, st, sc. BIAS: the O behind.
-    """
-    pid = tl.program_id(0)
     vectors = 0
     if NORM:
-        vectors = tl.cdiv(C, BC)
+        vectors = tl.cdiv(C, BV)
         if pid < vectors:
-            cs = pid * BC + tl.arange(0, BC)
+            cs = pid * BV + tl.arange(0, BV)
             cmask = cs < C
             ps = tl.arange(0, BP)
-            dbeta = tl.zeros((BC,), dtype=ACC)
-            dgamma = tl.zeros((BC,), dtype=ACC)
+            dbeta = tl.zeros((BV,), dtype=ACC)
+            dgamma = tl.zeros((BV,), dtype=ACC)
             for p in range(0, parts, BP):
                 ok = (p + ps < parts)[:, None] & cmask[None, :]
                 at = SUMS + (p + ps)[:, None].to(tl.int64) * 2 * C + cs[None, :]
@@ -641,3 +677,45 @@ def finish_gradient(
                 tl.store(OUT + to, rounded(total, OUT.dtype.element_ty), mask=es < size)
             if BIAS:
                 tl.store(DBIAS + es - size, rounded(total, DBIAS.dtype.element_ty), mask=(es >= size) & (es < width))
+
+
+@triton.jit
+def finish_gradient(
+    SUMS, R, SCALE, DGAMMA, DBETA, SLOPE, LEVEL, DW, OUT, DBIAS, parts, C, count, splits, O, CW, so, st, sc,
+    TAPS: tl.constexpr, NORM: tl.constexpr, BATCH: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    BP: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Second stage of a layer's sums; the first programs do the norm's, the others the convolution's.
+
+    NORM: ``dbeta = Σ dz``, ``dgamma = r Σ dz (x - mean)`` of C channels from SUMS (parts, 2, C); with BATCH,
+    ``slope -= r scale dgamma / count``, ``level -= scale dbeta / count``.
+    WEIGHT: ``out[o, tap, c] = Σ DW`` from (splits, O TAPS CW), ``out`` with strides so, st, sc. BIAS: the O behind.
+    """
+    _finish_gradient(
+        tl.program_id(0), SUMS, R, SCALE, DGAMMA, DBETA, SLOPE, LEVEL, DW, OUT, DBIAS, parts, C, count, splits, O, CW, so,
+        st, sc, TAPS, NORM, BATCH, WEIGHT, BIAS, BP, BV, BS, BE, ACC,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish_and_product(
+    SUMS, R, SCALE, DGAMMA, DBETA, SLOPE, LEVEL, DW, OUT, DBIAS, parts, C, count, splits, O, CW, so, st, sc,
+    programs, X, ldx, XSCALE, XSHIFT, W, ldw, XBIAS, Y, ldy, PART, m, XC, N, D, H, L,
+    TAPS: tl.constexpr, NORM: tl.constexpr, BATCH: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    BP: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr,
+    PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BIASED: tl.constexpr, STATS: tl.constexpr,
+    VX: tl.constexpr, VS: tl.constexpr, VW: tl.constexpr, VO: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """:func:`finish_gradient` by the first ``programs``, and by the others a :func:`norm_relu_product` apart from it."""
+    pid = tl.program_id(0)
+    if pid < programs:
+        _finish_gradient(
+            pid, SUMS, R, SCALE, DGAMMA, DBETA, SLOPE, LEVEL, DW, OUT, DBIAS, parts, C, count, splits, O, CW, so, st, sc,
+            TAPS, NORM, BATCH, WEIGHT, BIAS, BP, BV, BS, BE, ACC,
+        )  # fmt: skip
+    else:
+        _norm_relu_product(
+            pid - programs, X, ldx, XSCALE, XSHIFT, W, ldw, XBIAS, Y, ldy, PART, m, XC, N, D, H, L, PD, PH, PW, BIASED,
+            STATS, VX, VS, VW, VO, BM, BC, BK, ACC, PREC,
+        )  # fmt: skip

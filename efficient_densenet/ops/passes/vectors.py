@@ -90,6 +90,16 @@ class Need(NamedTuple):
     short_cut: bool = False
 
 
+class Rebuild(NamedTuple):
+    """A 1x1 convolution that is to be run again: the arguments of ``conv1x1_forward``, of which no statistics are asked."""
+
+    x: Tensor
+    norm: FoldedNorm
+    weight: Tensor
+    bias: Tensor | None
+    out: Tensor
+
+
 class Gradients(NamedTuple):
     """Of a norm and the convolution behind it: in the types, and the weight's in the strides, of the parameters."""
 
