@@ -162,17 +162,18 @@ def train(config, world, say):
         content = state.capture(world) | {"settings": settings}
         world.together((world.is_main, lambda: results.save("checkpoint.pt", content)))
 
-    memory, clock = log.PeakMemory(world.devices), log.Clock()
+    meter, clock = log.Meter(world.devices), log.Clock()
     loaders = data.closing(train_batches, valid_batches, test_batches)
     with distributed.Signals() as signals, loaders, results or contextlib.nullcontext():
         while state.epoch < config.n_epochs:
-            memory.reset()
+            meter.reset()
             done = min(state.step * sampler.per_step, sampler.images)
             sampler.set_epoch(state.epoch, first=done)
             title, progress = f"epoch {state.epoch + 1}/{config.n_epochs}", world.is_main and config.progress
             with log.Bar(title, sampler.images * world.size, done * world.size, progress, say) as bar:
                 for count in engine.train_steps(trained, train_batches, state, config, world):
                     bar.advance(count * world.size, state.totals)
+                    meter.sample()
                     broken = state.step % engine.LOOK_EVERY == 0 and not state.totals.are_finite()
                     broken, stop = world.any(broken, signals.received is not None)
                     if broken or stop or config.save_every_steps and state.step % config.save_every_steps == 0:
@@ -187,7 +188,7 @@ def train(config, world, say):
             valid_loss, valid_error = None, None
             if valid_batches is not None:
                 valid_loss, valid_error = engine.evaluate(world.spread(kept), valid_batches, config, world)
-            peaks = [peak for of_rank in world.gather(memory.read()) for peak in of_rank]
+            usages = [usage for of_rank in world.gather(meter.read()) for usage in of_rank]
             row = {
                 "epoch": state.epoch + 1,
                 "train_loss": train_loss,
@@ -196,13 +197,13 @@ def train(config, world, say):
                 "valid_error": valid_error,
                 "lr": state.scheduler.get_last_lr()[0],
                 "images_per_s": bar.images_per_s,
-                "peak_mib": max(peaks),
+                "peak_mib": max(usage.peak for usage in usages),
             }
             weights = kept.state_dict() if state.improves(valid_error) else None
             state.next_epoch(row)
-            world.together((world.is_main, lambda: results.after_epoch(state.rows, weights)))
+            world.together((world.is_main, lambda: results.after_epoch(state.rows, weights, usages)))
             save_checkpoint()  # last: until it is there, the epoch is repeated
-            say(log.epoch_line(row, config.n_epochs, peaks, clock.left(config.n_epochs - state.epoch)))
+            say(log.epoch_line(row, config.n_epochs, usages, clock.left(config.n_epochs - state.epoch)))
             if world.any(signals.received is not None)[0] and state.epoch < config.n_epochs:
                 raise distributed.Stopped(signals.received, f"after {title}", config.save)
 

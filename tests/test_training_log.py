@@ -133,13 +133,16 @@ def test_tensorboard(tmp_path):
     with log.Results(Config(save=str(tmp_path), tensorboard=True)) as results:
         results.begin({})
         rows = [row(1)]
-        results.after_epoch(rows, None)
+        results.after_epoch(rows, None, [log.Usage(30.0, 10.0), log.Usage(40.0, busy=0.5)])
         results.after_epoch([*rows, row(2)], None)
         results.finish([*rows, row(2)], 0.5)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss/train")] == [(1, 1), (2, 2)]
     assert [(event.step, event.value) for event in events.Scalars("error/test")] == [(3, 0.5)]
-    assert set(events.Tags()["scalars"]) >= {"loss/valid", "error/train", "lr", "images_per_s", "peak_mib"}
+    assert set(events.Tags()["scalars"]) >= {"loss/valid", "error/train", "lr", "images_per_s", "peak_mib/0"}
+    assert [(event.step, event.value) for event in events.Scalars("peak_mib/1")] == [(1, 40)]
+    assert [(event.step, event.value) for event in events.Scalars("busy/1")] == [(1, 0.5)]
+    assert "busy/0" not in events.Tags()["scalars"]
 
 
 def test_tensorboard_takes_no_name_in_no_encoding(tmp_path):
@@ -148,14 +151,15 @@ def test_tensorboard_takes_no_name_in_no_encoding(tmp_path):
 
 
 def test_peak_memory_is_that_of_the_epoch():
-    memory = log.PeakMemory([torch.device("cpu")])
-    assert not memory.since_start
-    before = memory.read()[0]
+    meter = log.Meter([torch.device("cpu")])
+    assert not meter.since_start
+    (before,) = meter.read()
+    assert 0.5 * before.peak < before.before <= before.peak and before.busy is None
     numpy.ones(100 * log.MIB, dtype="uint8")  # comes and goes
-    peak = memory.read()[0]
-    assert 95 < peak - before < 150
-    memory.reset()
-    assert memory.read()[0] < peak - 80
+    (peak,) = meter.read()
+    assert 95 < peak.peak - before.peak < 150 and peak.before == before.before
+    meter.reset()
+    assert meter.read()[0].peak < peak.peak - 80
 
 
 def test_peak_memory_where_it_cannot_be_reset(monkeypatch):
@@ -163,15 +167,38 @@ def test_peak_memory_where_it_cannot_be_reset(monkeypatch):
         raise PermissionError(path)
 
     monkeypatch.setattr(log, "open", refuse, raising=False)
-    memory = log.PeakMemory([torch.device("cpu")])
-    assert memory.since_start and 50 < memory.read()[0] < 1e6
+    meter = log.Meter([torch.device("cpu")])
+    assert meter.since_start and 50 < meter.read()[0].peak < 1e6
+
+
+@pytest.mark.parametrize("answers, busy", [([40, 60], 0.5), ([ModuleNotFoundError("pynvml")], None)])
+def test_utilisation_is_asked_for_now_and_then(monkeypatch, answers, busy):
+    """Kills: NVML asked in every step, a run that ends for want of it."""
+    clock, asked = iter([0.0, 0.5, 2.0, 2.0, 2.1, 4.0, 4.0]), iter(answers)
+
+    def utilization(device):
+        answer = next(asked)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(log.time, "monotonic", lambda: next(clock, 4.1))
+    for name, function in (("utilization", utilization), ("max_memory_allocated", lambda _: 3 * log.MIB),
+                           ("reset_peak_memory_stats", lambda _: None)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, function)
+    meter = log.Meter([torch.device("cuda", 0)])
+    for _ in range(5):
+        meter.sample()
+    assert meter.read() == [log.Usage(3.0, 0.0, busy)]
 
 
 def test_the_line_of_an_epoch():
-    line = log.epoch_line(row(3, valid_loss=None, valid_error=None, lr=0.01), 10, [100.4, 200.6], 3725.0)
+    line = log.epoch_line(row(3, valid_loss=None, valid_error=None, lr=0.01), 10, [log.Usage(100.4), log.Usage(200.6)], 3725.0)
     assert line == ("epoch 3/10: train loss 3.0000 error 3.0000, lr 0.01, 3 images/s, peak 100 + 201 MiB, 1:02:05 left")
-    assert "left" not in log.epoch_line(row(10), 10, [1.0], 0.0)
-    assert "valid loss 10.0000 error 10.0000" in log.epoch_line(row(10), 10, [1.0], 0.0)
+    assert "left" not in log.epoch_line(row(10), 10, [log.Usage(1.0)], 0.0)
+    assert "valid loss 10.0000 error 10.0000" in log.epoch_line(row(10), 10, [log.Usage(1.0)], 0.0)
+    line = log.epoch_line(row(10), 10, [log.Usage(900.0, 600.0, 0.25), log.Usage(800.0, 600.0, 1.0)], 0.0)
+    assert line.endswith("peak 900 + 800 MiB (300 + 200 of it for training), busy 25% + 100%")
 
 
 class Totals:

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import os
 import platform
 import shutil
@@ -174,11 +175,17 @@ class Results:
         if folder is not None:
             os.close(folder)
 
-    def after_epoch(self, rows, state_dict):
+    def after_epoch(self, rows, state_dict, usages=()):
         """Writes the epochs' rows to results.csv, redraws the curves, and keeps the weights unless they are None."""
         if state_dict is not None:
             self.save("model.dat", {name: tensor.cpu() for name, tensor in state_dict.items()})
         self._write(rows)
+        if self._board is not None:
+            for number, usage in enumerate(usages):
+                self._board.add_scalar(f"peak_mib/{number}", usage.peak, len(rows))
+                if usage.busy is not None:
+                    self._board.add_scalar(f"busy/{number}", usage.busy, len(rows))
+            self._board.flush()
 
     def finish(self, rows, test_error):
         """Adds the test error of model.dat, in a row of its own."""
@@ -208,7 +215,7 @@ class Results:
         self.draw_curves(rows)
         if self._board is not None:
             for name, value in rows[-1].items():
-                if value is not None and name != "epoch":
+                if value is not None and name not in ("epoch", "peak_mib"):
                     part, _, kind = name.partition("_")
                     self._board.add_scalar(f"{kind}/{part}" if kind in ("loss", "error") else name, value, len(rows))
             self._board.flush()
@@ -275,20 +282,40 @@ def settings_of(config, world, facts, teacher_facts):
     }
 
 
-class PeakMemory:
-    """The most memory that a process holds between :meth:`reset` and :meth:`read`.
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What an epoch took of a device, or of this process on the CPU.
 
-    On CUDA: the allocator's peak on each of the devices. On the CPU: the peak of the process's resident memory, which
-    Linux can be told to forget; where it cannot, the peak since the process began, and :attr:`since_start` is True.
+    Attributes:
+        peak: MiB held at the most.
+        before: MiB that the process held before the first step: libraries, images, weights; 0 on CUDA.
+        busy: Share of the time in which the GPU computed something; None where nobody can tell.
     """
+
+    peak: float
+    before: float = 0.0
+    busy: float | None = None
+
+
+class Meter:
+    """What a process takes of its devices between :meth:`reset` and :meth:`read`.
+
+    Memory, on CUDA: the allocator's peak on each of the devices. On the CPU: the peak of the process's resident memory,
+    which Linux can be told to forget; where it cannot, the peak since the process began, and :attr:`since_start` is
+    True. Utilisation is NVML's, asked for about once a second, where the package nvidia-ml-py is there.
+    """
+
+    EVERY = 1.0  # seconds
 
     def __init__(self, devices):
         self._devices = [device for device in devices if device.type == "cuda"]
+        self._before = 0.0 if self._devices else _resident("VmRSS") or 0.0
         self.since_start = False
         self.reset()
 
     def reset(self):
         """Starts a new measurement."""
+        self._busy, self._next = [[] for _ in self._devices], time.monotonic() + self.EVERY
         for device in self._devices:
             torch.cuda.reset_peak_memory_stats(device)
         if not self._devices:
@@ -298,19 +325,41 @@ class PeakMemory:
             except OSError:
                 self.since_start = True
 
-    def read(self):
-        """The peak of each device (of the process, on the CPU) in MiB."""
-        if self._devices:
-            return [torch.cuda.max_memory_allocated(device) / MIB for device in self._devices]
-        if not self.since_start:
-            with open("/proc/self/status", "rb") as file:  # the program's name may be in any encoding
-                for line in file:
-                    if line.startswith(b"VmHWM:"):
-                        return [int(line.split()[1]) / 1024]
-        import resource
+    def sample(self):
+        """Looks at the devices, unless it has just done so; called after every step."""
+        if not self._devices or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self.EVERY
+        for device, busy in zip(self._devices, self._busy):
+            try:
+                busy.append(torch.cuda.utilization(device) / 100)
+            except Exception:  # without NVML, or with one that does not answer: of many types
+                self._next = math.inf
+                return
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return [peak / MIB if sys.platform == "darwin" else peak / 1024]
+    def read(self):
+        """The :class:`Usage` of each device (of the process, on the CPU)."""
+        if self._devices:
+            return [
+                Usage(torch.cuda.max_memory_allocated(device) / MIB, busy=sum(busy) / len(busy) if busy else None)
+                for device, busy in zip(self._devices, self._busy)
+            ]
+        peak = None if self.since_start else _resident("VmHWM")
+        if peak is None:
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            peak = peak / MIB if sys.platform == "darwin" else peak / 1024
+        return [Usage(peak, self._before)]
+
+
+def _resident(name):
+    """MiB of a line of this process's status, as Linux tells it; None elsewhere."""
+    with contextlib.suppress(OSError), open("/proc/self/status", "rb") as file:  # its name may be in any encoding
+        for line in file:
+            if line.startswith(name.encode() + b":"):
+                return int(line.split()[1]) / 1024
+    return None
 
 
 class Bar:
@@ -387,20 +436,25 @@ def duration(seconds):
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
-def epoch_line(row, n_epochs, peaks, seconds_left):
+def epoch_line(row, n_epochs, usages, seconds_left):
     """An epoch in one line.
 
     Args:
         row: Its row of results.csv.
         n_epochs: Epochs of the run.
-        peaks: MiB of every device (or process), in order.
+        usages: The :class:`Usage` of every device (or process), in order.
         seconds_left: Estimated time to the end of the run.
     """
     parts = [f"train loss {row['train_loss']:.4f} error {row['train_error']:.4f}"]
     if row["valid_error"] is not None:
         parts.append(f"valid loss {row['valid_loss']:.4f} error {row['valid_error']:.4f}")
-    memory = " + ".join(f"{peak:.0f}" for peak in peaks)
-    parts += [f"lr {row['lr']:.4g}", f"{row['images_per_s']:.0f} images/s", f"peak {memory} MiB"]
+    peaks = " + ".join(f"{usage.peak:.0f}" for usage in usages)
+    parts += [f"lr {row['lr']:.4g}", f"{row['images_per_s']:.0f} images/s", f"peak {peaks} MiB"]
+    if usages[0].before:
+        own = " + ".join(f"{usage.peak - usage.before:.0f}" for usage in usages)
+        parts[-1] += f" ({own} of it for training)"
+    if all(usage.busy is not None for usage in usages):
+        parts.append(f"busy {' + '.join(f'{usage.busy:.0%}' for usage in usages)}")
     if row["epoch"] < n_epochs:
         parts.append(f"{duration(seconds_left)} left")
     return f"epoch {row['epoch']}/{n_epochs}: " + ", ".join(parts)
