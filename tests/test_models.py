@@ -7,6 +7,7 @@ import inspect
 import math
 import pickle
 import re
+import sys
 
 import pytest
 import torch
@@ -153,6 +154,56 @@ def test_weights_from_a_file(tmp_path):
     file.write_bytes(b"no weights")
     with pytest.raises(ValueError, match="is damaged, or no file of torch.save"):
         densenet121(weights=file)
+
+
+@pytest.fixture
+def download(monkeypatch):
+    """torchvision finds these weights of densenet121 where it would download them."""
+    torch.manual_seed(0)
+    state = torchvision.models.densenet121(weights=None).state_dict()
+    weights = torchvision.models.DenseNet121_Weights
+    monkeypatch.setattr(weights, "get_state_dict", lambda self, *args, **kwargs: published(state))
+    return state
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_by_their_name(download):
+    for name in ("DEFAULT", "IMAGENET1K_V1"):
+        assert_same(download, densenet121(weights=name).state_dict(), tolerance=0)
+    with pytest.raises(ValueError, match="'IMAGENET1K_V9' is neither a file nor a name of densenet121's weights, 'IMAG"):
+        densenet121(weights="IMAGENET1K_V9")
+    with pytest.raises(ValueError, match="weights='DEFAULT': nobody published weights of densenet264; give a file"):
+        efficient_densenet.densenet264(weights="DEFAULT")
+
+
+@pytest.mark.parametrize("in_channels", [1, 2, 5])
+def test_weights_of_other_channels_and_classes_are_adapted_aloud(download, in_channels):
+    """As timm does. Kills: a mean for a sum, a scale the other way round, silence."""
+    with pytest.warns(UserWarning, match="weights='DEFAULT' of densenet121: conv0's kernels for 3 channels are ") as said:
+        model = densenet121(weights="DEFAULT", in_channels=in_channels, num_classes=7)
+    assert "the classifier of 1000 classes is left out, one of 7 begins anew" in str(said[0].message)
+    kernel = download["features.conv0.weight"]
+    adapted = {1: lambda: kernel.sum(1, keepdim=True), 2: lambda: kernel[:, :2] * 1.5,
+               5: lambda: torch.cat([kernel, kernel[:, :2]], 1) * 0.6}[in_channels]()  # fmt: skip
+    state = model.state_dict()
+    assert torch.allclose(state.pop("features.conv0.weight"), adapted, rtol=1e-6)
+    assert state["classifier.weight"].shape == (7, 1024) and not state["classifier.bias"].any()
+    rest = {key: download[key] for key in state if key not in ("classifier.weight", "classifier.bias")}
+    assert_same(rest, {key: state[key] for key in rest}, tolerance=0)
+    with pytest.warns(UserWarning, match="the classifier of 1000 classes is left out$"):
+        densenet121(weights="DEFAULT", num_classes=0)
+
+
+def test_weights_that_cannot_be_downloaded_are_said(monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr(torchvision.models.DenseNet121_Weights, "get_state_dict", refuse)
+    with pytest.raises(ValueError, match="weights='DEFAULT': cannot download https://.*no network; a file works too"):
+        densenet121(weights="DEFAULT")
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    with pytest.raises(ImportError, match="weights='DEFAULT' are torchvision's: pip install torchvision, or give a file"):
+        densenet121(weights="DEFAULT")
 
 
 def test_densenet264_is_the_papers():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..ops.layout import behind_pointwise, in_format, is_channels_last
 from ..ops.modules import CONVOLUTIONS, MAX_POOLS, is_hooked, why_no_stem, why_plain
 from ..ops.stem import norm_relu_max_pool
 from .layers import BlockPlan, DenseBlock, Transition, batch_norm, conv, mode_name, pool
-from .weights import load_weights, shortened, weights_in
+from .weights import adapted, load_weights, published_weights, shortened, weights_in
 
 
 def _positive_int(name: str, value: object, least: int = 1) -> int:
@@ -71,7 +72,7 @@ class DenseNet(nn.Module):
     initialisation: He et al., Delving Deep into Rectifiers, ICCV 2015 (arXiv:1502.01852), equation 14.
     """
 
-    __jit_unused_properties__ = ["efficient"]
+    __jit_unused_properties__ = ["efficient", "feature_info"]
 
     def __init__(
         self,
@@ -250,6 +251,84 @@ class DenseNet(nn.Module):
         self._check_input(x)
         return self._run_features(x)
 
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """What :meth:`forward_intermediates` gives, by index, as in timm: the channels (``num_chs``), the stride against
+        the input (``reduction``) and the module behind which it is taken.
+
+        Index 0 is the stem before its pooling; then every dense block before its transition, but for the last, which
+        is taken behind the final norm and ReLU.
+        """
+        info, stride, channels = [], 1, 0
+        for name, module in self.features.named_children():
+            if isinstance(module, tuple(CONVOLUTIONS)):
+                stride, channels = stride * module.stride[0], module.out_channels
+            elif isinstance(module, DenseBlock):
+                channels = module.num_output_features
+            if name == self._stem_end or isinstance(module, DenseBlock) or name == "norm5":
+                info.append({"num_chs": channels, "reduction": stride, "module": f"features.{name}"})
+            if isinstance(module, Transition):
+                stride, channels = 2 * stride, module.conv.out_channels
+            elif name == "pool0":
+                stride *= module.stride
+        del info[-2]  # the last block, which counts behind the norm
+        return info
+
+    @property
+    def _stem_end(self) -> str:
+        return "relu0" if "relu0" in self.features._modules else "conv0"
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Feature maps from the way, as timm's DenseNet gives them; what they are says :attr:`feature_info`.
+
+        Args:
+            x: the input.
+            indices: which; the last so many if an ``int``, all if ``None``; negative ones count from the end.
+            norm: has no meaning, the last one is normalised, the others are not.
+            stop_early: leave out what is behind the last one asked for.
+            output_fmt: ``"NCHW"``, for sequences and volumes too.
+            intermediates_only: return no final features.
+
+        Returns:
+            The features behind the final norm and ReLU (with ``stop_early``, the last that were computed), and the list
+            of those asked for; or the list alone.
+
+        Raises:
+            ValueError: an index that does not exist, or another ``output_fmt``.
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
+        modules = [of["module"].partition(".")[2] for of in self.feature_info]
+        count = len(modules)
+        if indices is None or isinstance(indices, int):
+            wanted = list(range(count))[-(indices or count) :]
+        else:
+            wanted = [i + count if i < 0 else i for i in indices]
+        if isinstance(indices, int) and not 0 < indices <= count or any(not 0 <= i < count for i in wanted):
+            raise ValueError(
+                f"indices must be a number from 1 to {count}, or some of {-count} to {count - 1}, got {indices!r}"
+            )
+        self._check_input(x)
+        names = [modules[i] for i in sorted(set(wanted))]
+        taken = []
+        for name, module in self.features.named_children():  # each part by itself: what is taken is read twice
+            x = module(x)
+            if name == "norm5":
+                x = F.relu(x)
+            if name in names:
+                taken.append(x)
+                if stop_early and name == names[-1]:
+                    break
+        return taken if intermediates_only else (x, taken)
+
     def forward_head(self, features: Tensor) -> Tensor:
         """Global average pooling and the classifier: ``(N, num_features, *spatial)`` to ``(N, num_classes)``."""
         return self.classifier(features.flatten(2).mean(2))
@@ -375,6 +454,7 @@ def densenet_bc(depth: int = 100, growth_rate: int = 12, **kwargs) -> DenseNet:
 
 
 def _imagenet(
+    name: str,
     block_config: tuple[int, ...],
     growth_rate: int,
     num_init_features: int,
@@ -384,20 +464,26 @@ def _imagenet(
     kwargs = {"num_classes": 1000, "small_inputs": False, **kwargs}
     model = DenseNet(growth_rate, block_config, num_init_features=num_init_features, **kwargs)
     if weights is not None:
-        _load_weights(model, weights)
+        _load_weights(model, weights, name)
     return model
 
 
-def _load_weights(model: DenseNet, weights: str | os.PathLike) -> None:
-    if not os.path.isfile(weights):
+def _load_weights(model: DenseNet, weights: str | os.PathLike, name: str) -> None:
+    if isinstance(weights, str) and weights.isidentifier() and not os.path.isfile(weights):
+        found, notes = adapted(published_weights(name, weights), model)
+        if notes:
+            warnings.warn(f"weights={weights!r} of {name}: {', and '.join(notes)}", stacklevel=4)
+    elif not os.path.isfile(weights):
         raise ValueError(
-            f"weights must be None or the path of a state dict, and there is no file {os.fspath(weights)!r}"
+            "weights must be None, the path of a state dict, or a name of torchvision's such as 'DEFAULT', "
+            f"and there is no file {os.fspath(weights)!r}"
         )
-    try:
-        found = weights_in(torch.load(weights, map_location="cpu", weights_only=True))
-    except Exception as error:  # torch has no common type for what another file makes it raise
-        wanted = "damaged, or no file of torch.save with tensors and plain objects alone"
-        raise ValueError(f"weights={os.fspath(weights)!r} is {wanted}") from error
+    else:
+        try:
+            found = weights_in(torch.load(weights, map_location="cpu", weights_only=True))
+        except Exception as error:  # torch has no common type for what another file makes it raise
+            wanted = "damaged, or no file of torch.save with tensors and plain objects alone"
+            raise ValueError(f"weights={os.fspath(weights)!r} is {wanted}") from error
     if not found:
         raise ValueError(f"weights={os.fspath(weights)!r} holds no weights")
     try:
@@ -410,45 +496,54 @@ def densenet121(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
     """DenseNet-121 for ImageNet: blocks (6, 12, 24, 16), k = 32, 64 stem channels; 7,978,856 parameters.
 
     Args:
-        weights: ``None``, or the path of a state dict or training checkpoint, torchvision's files included.
+        weights: ``None``; the path of a state dict or training checkpoint, torchvision's files included; or a name of
+            torchvision's, ``"DEFAULT"`` or ``"IMAGENET1K_V1"``, which is downloaded on first use, and with other
+            ``in_channels`` or ``num_classes`` adapted as timm does, with a warning that says how.
         **kwargs: further arguments of :class:`DenseNet`.
 
     Raises:
-        ValueError: no such file, or one that does not fit.
+        ValueError: no such file or name, or weights that do not fit or cannot be downloaded.
+        ImportError: a name, without torchvision.
 
     Source: arXiv:1608.06993, table 1.
     """
-    return _imagenet((6, 12, 24, 16), 32, 64, weights, kwargs)
+    return _imagenet("densenet121", (6, 12, 24, 16), 32, 64, weights, kwargs)
 
 
 def densenet161(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
     """DenseNet-161 for ImageNet: blocks (6, 12, 36, 24), k = 48, 96 stem channels; 28,681,000 parameters.
 
     Args:
-        weights: ``None``, or the path of a state dict or training checkpoint, torchvision's files included.
+        weights: ``None``; the path of a state dict or training checkpoint, torchvision's files included; or a name of
+            torchvision's, ``"DEFAULT"`` or ``"IMAGENET1K_V1"``, which is downloaded on first use, and with other
+            ``in_channels`` or ``num_classes`` adapted as timm does, with a warning that says how.
         **kwargs: further arguments of :class:`DenseNet`.
     """
-    return _imagenet((6, 12, 36, 24), 48, 96, weights, kwargs)
+    return _imagenet("densenet161", (6, 12, 36, 24), 48, 96, weights, kwargs)
 
 
 def densenet169(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
     """DenseNet-169 for ImageNet: blocks (6, 12, 32, 32), k = 32, 64 stem channels; 14,149,480 parameters.
 
     Args:
-        weights: ``None``, or the path of a state dict or training checkpoint, torchvision's files included.
+        weights: ``None``; the path of a state dict or training checkpoint, torchvision's files included; or a name of
+            torchvision's, ``"DEFAULT"`` or ``"IMAGENET1K_V1"``, which is downloaded on first use, and with other
+            ``in_channels`` or ``num_classes`` adapted as timm does, with a warning that says how.
         **kwargs: further arguments of :class:`DenseNet`.
     """
-    return _imagenet((6, 12, 32, 32), 32, 64, weights, kwargs)
+    return _imagenet("densenet169", (6, 12, 32, 32), 32, 64, weights, kwargs)
 
 
 def densenet201(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
     """DenseNet-201 for ImageNet: blocks (6, 12, 48, 32), k = 32, 64 stem channels; 20,013,928 parameters.
 
     Args:
-        weights: ``None``, or the path of a state dict or training checkpoint, torchvision's files included.
+        weights: ``None``; the path of a state dict or training checkpoint, torchvision's files included; or a name of
+            torchvision's, ``"DEFAULT"`` or ``"IMAGENET1K_V1"``, which is downloaded on first use, and with other
+            ``in_channels`` or ``num_classes`` adapted as timm does, with a warning that says how.
         **kwargs: further arguments of :class:`DenseNet`.
     """
-    return _imagenet((6, 12, 48, 32), 32, 64, weights, kwargs)
+    return _imagenet("densenet201", (6, 12, 48, 32), 32, 64, weights, kwargs)
 
 
 def densenet264(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
@@ -458,4 +553,4 @@ def densenet264(weights: str | os.PathLike | None = None, **kwargs) -> DenseNet:
         weights: ``None``, or the path of a state dict.
         **kwargs: further arguments of :class:`DenseNet`.
     """
-    return _imagenet((6, 12, 64, 48), 32, 64, weights, kwargs)
+    return _imagenet("densenet264", (6, 12, 64, 48), 32, 64, weights, kwargs)

@@ -22,6 +22,63 @@ def weights_in(content: object) -> dict[str, Tensor]:
     return {_plain_key(key): value for key, value in content.items() if torch.is_tensor(value) and key != "n_averaged"}
 
 
+def published_weights(network: str, name: str) -> dict[str, Tensor]:
+    """Weights by the name that torchvision gives them; downloaded on first use, then found where torch keeps them.
+
+    Args:
+        network: ``"densenet121"``, ``"densenet161"``, ….
+        name: ``"DEFAULT"``, ``"IMAGENET1K_V1"``.
+
+    Raises:
+        ImportError: torchvision is not there.
+        ValueError: no such weights, or they cannot be downloaded.
+    """
+    try:
+        from torchvision.models import get_model_weights
+    except ImportError:
+        raise ImportError(f"weights={name!r} are torchvision's: pip install torchvision, or give a file") from None
+    try:
+        known = get_model_weights(network)
+    except ValueError:
+        raise ValueError(f"weights={name!r}: nobody published weights of {network}; give a file") from None
+    if name not in known.__members__:
+        names = " and ".join(map(repr, known.__members__))
+        raise ValueError(f"weights={name!r} is neither a file nor a name of {network}'s weights, {names}")
+    try:
+        return weights_in(known[name].get_state_dict(progress=False, check_hash=True))
+    except OSError as error:
+        raise ValueError(f"weights={name!r}: cannot download {known[name].url}: {error}; a file works too") from None
+
+
+def adapted(weights: dict[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights for other input channels or classes than they were trained with, and what was done, in words.
+
+    The first convolution sums what it does to three channels into one, or repeats it over more (or fewer) with as much
+    weight in all. The classifier of other classes stays as it is.
+
+    Source: timm's ``adapt_input_conv``.
+    """
+    weights, notes = dict(weights), []
+    own, kernel = model.features.conv0.weight, weights["features.conv0.weight"]
+    if own.shape[1] != kernel.shape[1]:
+        taken, wanted = kernel.shape[1], own.shape[1]
+        if wanted == 1:
+            kernel = kernel.sum(1, keepdim=True)
+        else:
+            kernel = kernel.repeat(1, -(-wanted // taken), *[1] * (kernel.dim() - 2))[:, :wanted] * (taken / wanted)
+        weights["features.conv0.weight"] = kernel
+        how = "summed into one" if wanted == 1 else f"repeated over {wanted}"
+        notes.append(f"conv0's kernels for {taken} channels are {how}")
+    classes, rows = weights["classifier.weight"].shape[0], getattr(model.classifier, "out_features", 0)
+    if rows != classes:
+        for name in ("classifier.weight", "classifier.bias"):
+            del weights[name]
+            if rows:
+                weights[name] = model.state_dict()[name]
+        notes.append(f"the classifier of {classes} classes is left out" + (f", one of {rows} begins anew" if rows else ""))
+    return weights, notes
+
+
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Loads all weights or none.
 
