@@ -182,12 +182,12 @@ def why_no_tail(tail: Tail) -> str:
     )
 
 
-def why_no_stem(norm: nn.Module, relu: nn.Module, pool: nn.Module) -> str:
+def why_no_stem(norm: nn.Module, relu: nn.Module | None, pool: nn.Module) -> str:
     """Why BN, ReLU and max-pool of the stem cannot be one function."""
     if why := _why_other_norm(norm, "norm0"):
         return why
-    if type(relu) is not nn.ReLU or is_hooked(relu):
-        return "relu0 is not a plain ReLU"
+    if why := _why_other_relu(relu, "relu0"):
+        return why
     if type(pool) not in MAX_POOLS or is_hooked(pool) or pool.return_indices:
         return "pool0 is not a plain max-pool"
     return ""
@@ -203,12 +203,23 @@ def _why_other(module: nn.Module, name: str, types: tuple[type, ...]) -> str:
     return f"{name} has hooks" if is_hooked(module) else ""
 
 
+def rectifies(norm: nn.Module) -> bool:
+    """Whether a norm is timm's, of BatchNorm and exactly a ReLU. This package does not import timm, and need not."""
+    kind = type(norm)
+    if kind.__module__ != "timm.layers.norm_act" or kind.__name__ not in ("BatchNormAct2d", "SyncBatchNormAct"):
+        return False
+    return type(norm._modules["act"]) is nn.ReLU and type(norm._modules["drop"]) is nn.Identity
+
+
 def _why_other_relu(relu: nn.Module | None, name: str) -> str:
     return "" if relu is None else _why_other(relu, name, (nn.ReLU,))
 
 
 def _why_other_norm(norm: nn.Module, name: str, affine: bool = True) -> str:
-    if why := _why_other(norm, name, NORMS):
+    if type(norm) not in NORMS and rectifies(norm):
+        if is_hooked(norm) or any(map(is_hooked, norm._modules.values())):
+            return f"{name} has hooks"
+    elif why := _why_other(norm, name, NORMS):
         return why
     if not norm.eps > 0:
         return f"{name} has eps {norm.eps}"
@@ -224,15 +235,14 @@ def _why_other_conv(conv: nn.Module, name: str, kernel: int) -> str:
     if not is_plain(tensor(conv, "weight")):
         return f"{name} has no plain weight"
     dims = len(conv.kernel_size)
-    plain = (
-        tensor(conv, "bias") is None
-        and conv.padding_mode == "zeros"
-        and conv.kernel_size == (kernel,) * dims
-        and conv.padding == (kernel // 2,) * dims
-        and conv.stride == conv.dilation == (1,) * dims
-        and conv.groups == 1
-    )
-    return "" if plain else f"{name} is not a plain {kernel}x{kernel} convolution"
+    wanted = {
+        "kernel_size": (kernel,) * dims, "padding": (kernel // 2,) * dims, "stride": (1,) * dims,
+        "dilation": (1,) * dims, "groups": 1, "padding_mode": "zeros",
+    }  # fmt: skip
+    for setting, value in wanted.items():
+        if getattr(conv, setting) != value:
+            return f"{name} has {setting}={getattr(conv, setting)!r}"
+    return f"{name} has a bias" if tensor(conv, "bias") is not None else ""
 
 
 def _is_plain_halving(pool: nn.Module) -> bool:

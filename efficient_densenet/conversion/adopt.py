@@ -1,0 +1,318 @@
+"""Other people's modules, made to run here: their classes are exchanged for subclasses with another ``forward``.
+
+Nothing else of a module changes: it stays the same object in the same tree, with the same parameters, keys and names,
+and an instance of its class. The subclass has the same name, is built again from the original wherever a module is
+copied or loaded, and hands over to the original's own ``forward`` whenever the block function cannot speak for it.
+
+Two kinds are taken in: *units*, modules that :func:`~.recognise.recognise` knows for dense layers, one or many; and
+*rows*, ``nn.Sequential``s in which there is something to gain by computing several children at once: units one after
+the other, a block and the transition behind it, a stem's BN-ReLU-max-pool. Each is efficient when called alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.dense_block import NormCall
+from ..ops.layout import behind_pointwise, in_format, is_channels_last
+from ..ops.modules import (
+    AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, NORMS, Parts, Tail, is_hooked, rectifies, why_no_stem, why_no_tail, why_plain,
+)  # fmt: skip
+from ..ops.runner import dtype_of, process_groups, run_fused
+from ..ops.stem import norm_relu_max_pool
+from .recognise import Refused, UnitPlan, copied, fingerprint, original, parts, recognise, watch
+
+ATTRIBUTES = ("_efficient_mode", "_efficient_plans", "_efficient_watched")
+_MOST_PLANS = 16
+
+
+class Efficient:
+    """What all exchanged classes have in common."""
+
+    _efficient_original: type  # the class that was there before
+    _efficient_mode = "auto"
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        if type(self) is not efficient_class(self._efficient_original):  # exchanged once more, by somebody else
+            return super().__reduce_ex__(protocol)
+        return _rebuilt, (self._efficient_original,), super().__reduce_ex__(2)[2]
+
+    def _efficient_plain(self, *args, **kwargs) -> Any:
+        return self._efficient_original.forward(self, *args, **kwargs)
+
+
+def _rebuilt(kind: type) -> nn.Module:
+    """What a pickle or a copy starts from."""
+    return object.__new__(efficient_class(kind))
+
+
+@functools.lru_cache(maxsize=None)
+def efficient_class(kind: type) -> type:
+    """The class whose modules run here, for an original one."""
+    forward = kind.forward
+    # TorchScript compiles the original under another name: it knows functions by theirs.
+    plain = types.FunctionType(
+        forward.__code__, forward.__globals__, "_plain_forward", forward.__defaults__, forward.__closure__
+    )
+    plain.__annotations__, plain.__kwdefaults__ = forward.__annotations__, forward.__kwdefaults__
+    if forward is nn.Sequential.forward:
+        base = Row
+    else:
+        base = Unit if len(inspect.signature(forward).parameters) == 2 else UnitOfMoreArguments
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (base, kind), {**names, "_efficient_original": kind, "_plain_forward": plain})
+
+
+# --- Units -----------------------------------------------------------------------------------------------------------
+
+
+class Unit(Efficient):
+    """A module that computes dense layers, each reading everything before it."""
+
+    def forward(self, x):
+        if torch.jit.is_scripting():
+            return self._plain_forward(x)
+        return self._efficient_run(x)
+
+    @torch.jit.unused
+    def _efficient_run(self, x: Tensor) -> Tensor:
+        if self._efficient_mode == "naive" or why_plain(x):
+            return self._efficient_plain(x)
+        layers, why = self._efficient_parts()
+        if why or why_not_these(x, layers):
+            return self._efficient_plain(x)
+        return in_format(*run_fused(x, layers, self._efficient_mode != "lean"))
+
+    def _efficient_parts(self) -> tuple[list[Parts], str]:
+        """The layers of this forward, and why they cannot run as one function."""
+        try:
+            state = fingerprint(self, self._efficient_watched)
+        except KeyError:  # a module is gone
+            state = None
+        plan = self._efficient_plans.get(state)
+        if plan is None:
+            plan = _learn(self)
+        return ([], plan) if isinstance(plan, str) else parts(self, plan)
+
+
+class UnitOfMoreArguments(Unit):
+    """A unit whose ``forward`` takes more than features; where it is given more, it runs as it is."""
+
+    def forward(self, *args, **kwargs):
+        if kwargs or not args or any(a is not b for a, b in zip(args[1:], self._efficient_defaults(), strict=False)):
+            return self._efficient_plain(*args, **kwargs)
+        return self._efficient_run(args[0])
+
+    def _efficient_defaults(self) -> list:
+        parameters = list(inspect.signature(self._efficient_original.forward).parameters.values())[2:]
+        return [parameter.default for parameter in parameters]
+
+
+def why_not_these(x: Tensor, layers: Sequence[Parts]) -> str:
+    """Why these layers cannot be computed of this input."""
+    first = layers[0]
+    if x.dim() != len(first.conv1.kernel_size) + 2 or x.shape[1] != first.norm1.num_features:
+        return "an input of another shape"
+    return "" if dtype_of(x, layers) is not None else "an input of another type"
+
+
+def plans_of(unit: nn.Module) -> tuple[tuple, dict[tuple, UnitPlan | str]]:
+    """What a module computes as it is, in training, and in evaluation: what is watched for it, and the plans.
+
+    Raises:
+        Refused: it is no dense block, in none of them.
+    """
+    watched, plans, refusals = watch(unit), {}, []
+    for flag in (None, True, False):
+        other = copied(unit, lambda module: None)
+        for module in other.modules():
+            module.__dict__["training"] = module.training if flag is None else flag
+        state = fingerprint(other, watched)
+        if state in plans:
+            continue
+        try:
+            plans[state] = recognise(other)
+        except Refused as refused:
+            plans[state] = str(refused)
+            refusals.append(refused)
+            if refused.near == 0:
+                raise
+    if len(refusals) == len(plans):
+        raise refusals[0]
+    return watched, plans
+
+
+def _learn(unit: nn.Module) -> UnitPlan | str:
+    """What a unit computes, now that its flags or numbers have changed."""
+    if torch.compiler.is_compiling():
+        return "changed since it was last called; call it once before it is compiled"
+    plans = unit._efficient_plans
+    if len(plans) >= _MOST_PLANS:
+        return "its attributes change from call to call"
+    watched = watch(unit)
+    try:
+        plan = recognise(unit)
+    except Refused as refused:
+        plan = str(refused)
+    if watched != unit._efficient_watched:
+        unit.__dict__["_efficient_watched"] = watched
+        plans.clear()
+    plans[fingerprint(unit, watched)] = plan
+    return plan
+
+
+# --- Rows ------------------------------------------------------------------------------------------------------------
+
+
+class Row(Efficient):
+    """A Sequential some of whose children are computed together."""
+
+    def forward(self, input):
+        if torch.jit.is_scripting():
+            return self._plain_forward(input)
+        return self._efficient_run(input)
+
+    @torch.jit.unused
+    def _efficient_run(self, x):
+        if self._efficient_mode == "naive" or why_plain(x):
+            return self._efficient_plain(x)
+        return run_row(x, children(self), self._efficient_mode != "lean")
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        if isinstance(index, slice):  # a Sequential of its own
+            found.__dict__["_efficient_mode"] = self._efficient_mode
+        return found
+
+
+def is_row(module: nn.Module) -> bool:
+    """Whether all that happens in a module is that its children are called one after the other."""
+    return original(type(module)).forward is nn.Sequential.forward
+
+
+def children(row: nn.Module) -> list[nn.Module]:
+    """What a row calls, with the children of rows within it in their place."""
+    found = []
+    for child in row._modules.values():
+        if is_row(child) and not is_hooked(child) and getattr(child, "_efficient_mode", "auto") != "naive":
+            found += children(child)
+        else:
+            found.append(child)
+    return found
+
+
+def norm_relu(modules: Sequence[nn.Module], i: int) -> tuple[nn.Module | None, nn.Module | None, int]:
+    """A BatchNorm and its ReLU, which may be part of it, from the i-th module on; and where the next module is."""
+    norm = modules[i] if i < len(modules) else None
+    if norm is not None and rectifies(norm):
+        return norm, None, i + 1
+    if type(norm) in NORMS and i + 1 < len(modules) and type(modules[i + 1]) is nn.ReLU:
+        return norm, modules[i + 1], i + 2
+    return None, None, i
+
+
+def closing(modules: Sequence[nn.Module], i: int) -> tuple[Tail | None, int]:
+    """A transition from the i-th module on; and where the next module is."""
+    norm, relu, j = norm_relu(modules, i)
+    if norm is not None and j + 1 < len(modules):
+        conv, pool = modules[j : j + 2]
+        if type(conv) in CONVOLUTIONS and type(pool) in AVERAGE_POOLS:
+            return Tail(norm, relu, conv, pool), j + 2
+    return None, i
+
+
+def stem(modules: Sequence[nn.Module], i: int) -> int:
+    """Where the next module is behind the BN-ReLU-max-pool of a stem, from the i-th module on; or ``i``."""
+    norm, _, j = norm_relu(modules, i)
+    return j + 1 if norm is not None and j < len(modules) and type(modules[j]) in MAX_POOLS else i
+
+
+def units(modules: Sequence[nn.Module], i: int) -> int:
+    """Where the next module is behind units, from the i-th module on."""
+    while i < len(modules) and isinstance(modules[i], Unit):
+        i += 1
+    return i
+
+
+def spans(modules: Sequence[nn.Module]) -> Iterator[tuple[int, int]]:
+    """Where something can be computed at once, by the types of modules, and where the next module is."""
+    i = 0
+    while i < len(modules):
+        start, i = i, units(modules, i)
+        if i > start:
+            i = max(closing(modules, i)[1], norm_relu(modules, i)[2])
+        else:
+            i = max(stem(modules, i), closing(modules, i)[1])
+        if i > start:
+            yield start, i
+        i = max(i, start + 1)
+
+
+def run_row(x: Tensor, modules: list[nn.Module], keep_conv1: bool) -> Tensor:
+    """The modules one after the other, those together that can be."""
+    channels_last = None  # whether x is in the plain model, where it is laid out otherwise here
+    i = 0
+    while i < len(modules):
+        found = _together(x, modules, i, keep_conv1, channels_last)
+        if found is None:
+            x = modules[i](x if channels_last is None else in_format(x, channels_last))
+            channels_last = None
+            i += 1
+        else:
+            x, channels_last, i = found
+    return x if channels_last is None else in_format(x, channels_last)
+
+
+def _together(
+    x: Tensor, modules: list[nn.Module], i: int, keep_conv1: bool, channels_last: bool | None
+) -> tuple[Tensor, bool | None, int] | None:
+    """What is computed at once from the i-th module on: the result, its format, and where the next module is."""
+    if isinstance(modules[i], Unit):
+        return None if why_plain(x) else _block(x, modules, i, keep_conv1, channels_last)
+    end = stem(modules, i)
+    if end > i:
+        norm, relu, _ = norm_relu(modules, i)
+        pool = modules[end - 1]
+        if torch.compiler.is_compiling() or why_plain(x) or why_no_stem(norm, relu, pool):
+            return None
+        if x.dim() != MAX_POOLS[type(pool)] + 2:
+            return None
+        x = x if channels_last is None else in_format(x, channels_last)
+        return norm_relu_max_pool(x, norm, pool), behind_pointwise(is_channels_last(x), x.shape), end
+    return None
+
+
+def _block(
+    x: Tensor, modules: list[nn.Module], i: int, keep_conv1: bool, channels_last: bool | None
+) -> tuple[Tensor, bool | None, int] | None:
+    """Units and what closes them."""
+    layers: list[Parts] = []
+    groups: set = set()
+    while i < len(modules) and isinstance(modules[i], Unit):
+        unit = modules[i]
+        if is_hooked(unit) or unit._efficient_mode == "naive":
+            break
+        new, why = unit._efficient_parts()
+        new_groups = groups | process_groups(new)
+        if why or len(new_groups) > 1:
+            break
+        layers, groups = layers + new, new_groups
+        i += 1
+    if not layers or why_not_these(x, layers):
+        return None
+    tail, end = closing(modules, i)
+    if tail is None:
+        norm, relu, end = norm_relu(modules, i)
+        tail = None if norm is None else Tail(norm, relu)
+    if tail is not None:
+        closed = min(x.shape[2:]) > (tail.conv is not None) and len(groups | NormCall.of(tail.norm).groups) <= 1
+        if not closed or why_no_tail(tail):
+            tail, end = None, i
+    return *run_fused(x, layers, keep_conv1, channels_last, tail), end
