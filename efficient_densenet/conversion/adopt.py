@@ -66,8 +66,12 @@ def efficient_class(kind: type) -> type:
         base = Row
     else:
         base = Unit if len(inspect.signature(forward).parameters) == 2 else UnitOfMoreArguments
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (base, kind), {**names, "_efficient_original": kind, "_plain_forward": plain})
+    names = {
+        "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
+        "__jit_ignored_attributes__": [*getattr(kind, "__jit_ignored_attributes__", []), *ATTRIBUTES],
+        "_efficient_original": kind, "_plain_forward": plain,
+    }  # fmt: skip
+    return type(kind.__name__, (base, kind), names)
 
 
 # --- Units -----------------------------------------------------------------------------------------------------------

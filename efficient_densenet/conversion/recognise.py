@@ -140,9 +140,10 @@ def copied(module: nn.Module, change: Callable[[nn.Module], None], memo: dict | 
             value = type(value)() if "_hooks" in key else value.copy()
         other.__dict__[key] = value
     if "_is_replica" in other.__dict__:
-        other.__dict__["_parameters"] = dict(other.__dict__.pop("_former_parameters"))
-        for key in ("_is_replica", *other._parameters):
+        former = other.__dict__.pop("_former_parameters")  # held as plain attributes since
+        for key in ("_is_replica", *former):
             other.__dict__.pop(key)
+        other.__dict__["_parameters"] = {**other._parameters, **former}
     other.__dict__["_modules"] = {
         name: child if child is None else copied(child, change, memo) for name, child in module._modules.items()
     }
