@@ -280,17 +280,23 @@ def _together(
     """What is computed at once from the i-th module on: the result, its format, and where the next module is."""
     if isinstance(modules[i], Unit):
         return None if why_plain(x) else _block(x, modules, i, keep_conv1, channels_last)
+    norm, relu, last = norm_relu(modules, i)
+    if norm is None or why_plain(x) or x.shape[1] != norm.num_features:
+        return None
     end = stem(modules, i)
     if end > i:
-        norm, relu, _ = norm_relu(modules, i)
-        pool = modules[end - 1]
-        if torch.compiler.is_compiling() or why_plain(x) or why_no_stem(norm, relu, pool):
-            return None
-        if x.dim() != MAX_POOLS[type(pool)] + 2:
+        pool = modules[last]
+        wrong = torch.compiler.is_compiling() or x.dim() != MAX_POOLS[type(pool)] + 2
+        if wrong or why_no_stem(norm, relu, pool):
             return None
         x = x if channels_last is None else in_format(x, channels_last)
         return norm_relu_max_pool(x, norm, pool), behind_pointwise(is_channels_last(x), x.shape), end
-    return None
+    tail, end = closing(modules, i)
+    if tail is None or why_no_tail(tail) or x.dim() != len(tail.conv.kernel_size) + 2:
+        return None
+    if min(x.shape[2:]) < 2 or dtype_of(x, [], tail) is None:
+        return None
+    return *run_fused(x, [], keep_conv1, channels_last, tail), end
 
 
 def _block(

@@ -364,7 +364,8 @@ class _Forward:
             mean, var = norm.module.running_mean, norm.module.running_var
             return of.passes.fold(mean, var, gamma, beta, norm.eps, False, None, 0, of.scratch)
         if self.exchange.count <= 1:
-            sizes = of.sizes[1:] if tuple(self.groups[0][-1].shape[2:]) == (1, 3) else of.sizes  # what the block was given
+            flat = tuple(self.groups[0][-1].shape[2:]) == (1, 3) if self.groups else self.call.tail.pool == (1, 2)
+            sizes = of.sizes[1:] if flat else of.sizes  # what the block was given
             check_count(self.exchange.count, (of.features.shape[0], stop - start, *sizes))
         mean, var = self.statistics[:, start:stop].unbind(0)
         if norm.module is not None:
@@ -551,7 +552,8 @@ class _DenseBlock(torch.autograd.Function):
     def backward(ctx, grad):
         x, features, _, *saved = ctx.saved_tensors
         layers = ctx.kept.layers
-        parameters, conv1 = saved[: -len(layers)], saved[-len(layers) :]
+        end = len(saved) - len(layers)
+        parameters, conv1 = saved[:end], saved[end:]
         needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
         if must_rebuild(grad):
 
@@ -584,8 +586,11 @@ def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype:
         - returns: ``(N, C_0 + L k, …)``, or what the tail makes of it
     """
     groups, _ = call.split(parameters)
-    buffer = FeatureBuffer(x, x.shape[1] + sum(p[-1].shape[0] for p in groups), dtype)
-    first = append(None, x, buffer)
+    if not groups and x.dtype == dtype and x.movedim(1, -1).is_contiguous():  # nothing to write behind it
+        buffer, first = FeatureBuffer.of(x), x
+    else:
+        buffer = FeatureBuffer(x, x.shape[1] + sum(p[-1].shape[0] for p in groups), dtype)
+        first = append(None, x, buffer)
     if torch.is_grad_enabled() and (first.requires_grad or any(p.requires_grad for p in parameters)):
         return _DenseBlock.apply(first, buffer, call, *parameters)
     with as_it_says(x.device):

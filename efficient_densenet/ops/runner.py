@@ -25,9 +25,9 @@ def process_groups(layers: Sequence[Parts]) -> set[dist.ProcessGroup | None]:
     return {synchronised_over(norm) for norm in norms if uses_batch_statistics(norm)}
 
 
-def dtype_of(x: Tensor, layers: Sequence[Parts]) -> torch.dtype | None:
+def dtype_of(x: Tensor, layers: Sequence[Parts], tail: Tail | None = None) -> torch.dtype | None:
     """What the block function stores and multiplies in; None where torch refuses or must decide the mixture."""
-    weight = layers[0].conv1.weight.dtype
+    weight = (layers[0].conv1 if layers else tail.conv).weight.dtype
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight):
         return torch.get_autocast_dtype(x.device.type)
     return weight if x.dtype == weight else None
@@ -80,7 +80,7 @@ def run_fused(
 
     Args:
         x: what the first layer reads; :func:`dtype_of` has an answer for it.
-        layers: to which :func:`~.modules.why_not_fused` does not object.
+        layers: to which :func:`~.modules.why_not_fused` does not object; none, where a transition stands alone.
         keep_conv1: fused, or else lean.
         channels_last: whether x is in the plain model, where it comes from another part of the library and may be laid
             out otherwise; ``None`` where it comes from outside.
@@ -89,7 +89,7 @@ def run_fused(
     Returns:
         The output, channels-last or as the tail writes it, and whether it is channels-last in the plain model.
     """
-    dtype = dtype_of(x, layers)
+    dtype = dtype_of(x, layers, tail)
     outside = channels_last is None
     channels_last = is_channels_last(x) if outside else channels_last
     shape = list(x.shape)

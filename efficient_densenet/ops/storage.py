@@ -45,6 +45,13 @@ class FeatureBuffer:
     def __init__(self, x: Tensor, channels: int, dtype: torch.dtype):
         self.tensor = channels_last_empty(x, channels, dtype)
 
+    @classmethod
+    def of(cls, x: Tensor) -> FeatureBuffer:
+        """What reads ``x`` alone; channels-last, it is a buffer already."""
+        buffer = cls.__new__(cls)
+        buffer.tensor = x.detach()
+        return buffer
+
     def first(self, channels: int) -> Tensor:
         """The first ``channels`` features, as an alias with a version counter of its own.
 
