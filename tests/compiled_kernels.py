@@ -67,11 +67,13 @@ def launches(layer: str, dtype: torch.dtype, padded: bool = True) -> dict[str, l
 
     def splits(kernel: str, columns: int, inner: int, chunks: int, rows: int = m) -> tuple[int, int]:
         tile = launch.tile(kernel, dtype, columns, inner, x.device)
-        return launch.splits(rows, chunks * launch.cdiv(columns, tile.columns), tile.rows, x.device)
+        return launch.splits(rows, chunks * launch.cdiv(columns, tile.columns), tile, x.device)
 
     p4, each4 = splits("conv_weight_gradient", width, k, w2[0, ..., 0].numel())
     p5, each5 = splits("product_gradient", c, width, 1)
     pt, each_t = splits("norm_relu_gradient", c, 0, 1, pooled)
+    ps, each_s = splits("norm_relu_max_pool_gradient", c, 0, 1)
+    half, window = [size // 2 for size in sizes], [[value] * len(sizes) for value in (3, 2, 1, 1)]
     dp = empty(1, pooled, c, dtype=dtype)
     out = empty(pooled, c // 2, dtype=dtype)
     statistics = parts("norm_relu_product", width, c)
@@ -92,6 +94,10 @@ def launches(layer: str, dtype: torch.dtype, padded: bool = True) -> dict[str, l
         ),
         "transition backward": launch.norm_relu_gradient.plan(
             x, *one, dp, g_x, empty(pt, 2, c), sizes, pool, 0, each_t, True, True
+        ),
+        "max pool": launch.norm_relu_max_pool.plan(x, *one[:2], dp[0], sizes, half, *window),
+        "max pool backward": launch.norm_relu_max_pool_gradient.plan(
+            x, *one, dp[0], empty(m, c, dtype=dtype), empty(ps, 2, c), sizes, half, *window, each_s
         ),
         "final norm": launch.norm_relu.plan(x, *one[:2], empty(m, c, dtype=dtype)),
         "statistics": launch.statistics.plan(x, parts("statistics", c, 0)),

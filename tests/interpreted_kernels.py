@@ -27,10 +27,13 @@ SHAPES = {
     "chunks": Shape(n=1, sizes=(4, 5), channels=37, width=40, k=36, taps=(1, 3), pad=3),
     "all": Shape(
         n=2, sizes=(4, 6), channels=24, width=16, k=8, pad=8, first=8, bias=True, dropout=True, channels_last=True,
-        pool=(2, 3),
+        pool=(2, 3), stem=((2, 3), (1, 2), (0, 1), (2, 1)), ceil_mode=True,
     ),
     "first": Shape(n=1, sizes=(3, 5), channels=21, first=3, batch=False, pad=0),
-    "volume": Shape(n=2, sizes=(2, 3, 4), channels=10, width=8, k=4, taps=(3, 3, 3), pad=2, pool=(2, 2, 2)),
+    "volume": Shape(
+        n=2, sizes=(2, 3, 4), channels=10, width=8, k=4, taps=(3, 3, 3), pad=2, pool=(2, 2, 2),
+        stem=((1, 2, 3), (1, 2, 2), (0, 1, 1), (1, 1, 1)),
+    ),
     "line": Shape(n=3, sizes=(1, 7), channels=6, width=5, k=2, taps=(1, 3), pad=1, pool=(1, 2)),
     "one row": Shape(n=1, sizes=(1, 1), channels=5, width=4, k=3, pool=(1, 1)),
 }  # fmt: skip
@@ -74,8 +77,14 @@ def test_low_precision_is_as_accurate(name, dtype):
         assert torch.equal(found[key].isnan(), plain[key].isnan()), key
 
 
+NUMBERS = (
+    "conv1x1_forward", "conv3x3_forward", "conv1x1_backward", "norm_relu_backward", "norm_relu_max_pool",
+    "norm_relu_max_pool_backward",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")), ids=str)
-@pytest.mark.parametrize("name", ("conv1x1_forward", "conv3x3_forward", "conv1x1_backward", "norm_relu_backward"))
+@pytest.mark.parametrize("name", NUMBERS)
 def test_what_is_no_number_goes_where_it_goes_in_the_plain_model(monkeypatch, name, value):
     """Kills: a maximum that swallows NaN; a mask ``z > 0``; an infinity times zero in a tail."""
     draw = proof._Values.matrix
@@ -180,17 +189,19 @@ def _toy(mode: str, dtype: torch.dtype, **overrides):
     return toy(mode, dtype=dtype, growth_rate=3, block_config=(2, 1), num_init_features=5, bn_size=2, **overrides)
 
 
-@pytest.mark.parametrize("mode", ["checkpoint", "fused", "lean"])
-def test_a_training_step(mode):
-    """A whole model on kernels, with its transition and final norm: outputs, gradients, buffers as the plain model's.
+@pytest.mark.parametrize("mode, small_inputs", [("checkpoint", True), ("fused", False), ("lean", True)])
+def test_a_training_step(mode, small_inputs):
+    """A whole model on kernels, with stem, transition and final norm: outputs, gradients, buffers as the plain model's.
 
     Kills: a pass that leaves to the next what its kernel did not write.
     """
     from helpers import assert_same, images, training_state
 
-    x = images(3, 3, 6, 5)
-    want = training_state(_toy("naive", torch.float64), x)
-    assert_same(want, training_state(_toy(mode, torch.float64), x))
+    x = images(3, 3, 6, 5) if small_inputs else images(2, 3, 17, 14)
+    want, found = (
+        training_state(_toy(m, torch.float64, small_inputs=small_inputs), x) for m in ("naive", mode)
+    )
+    assert_same(want, found)
 
 
 @pytest.mark.parametrize("mode", ["fused", "lean"])

@@ -157,13 +157,18 @@ def operator(schema: str, *fresh: str, **unless: str) -> Callable:
 
 
 class Tile(NamedTuple):
-    """Rows and columns of what a program computes, and how much of what is summed over it takes at a time."""
+    """Rows and columns of what a program computes, and how much of what is summed over it takes at a time.
+
+    Of kernels that sum over rows: ``resident`` programs share a multiprocessor, few where each holds many registers, as
+    their partial sums are memory to go through.
+    """
 
     rows: int
     columns: int
     inner: int
     warps: int
     stages: int
+    resident: int = 2
 
 
 def cdiv(a: int, b: int) -> int:
@@ -229,27 +234,27 @@ def _tile(kernel: str, itemsize: int, precision: str, columns: int, inner: int, 
         hopper = capability in ((9, 0), (10, 0), (10, 3))  # or later, with its shared memory
         if half:
             if taken <= 128:
-                return Tile(64 if capability == (9, 0) else 32, 64, taken, 8, 2)
-            return Tile(32, 64 if hopper else 32, taken, 8, 2)
+                return Tile(64 if capability == (9, 0) else 32, 64, taken, 8, 2, 1)
+            return Tile(32, 64 if hopper else 32, taken, 8, 2, 1)
         if exact:
-            return Tile(16, 32, taken, 8, 1)
+            return Tile(16, 32, taken, 8, 1, 1)
         if taken <= 128:
-            return Tile(32 if hopper or capability == (8, 0) else 16, 64, taken, 8, 2)
-        return Tile(32, 32, taken, 8, 2) if hopper else Tile(16, 32, taken, 8, 1)
+            return Tile(32 if hopper or capability == (8, 0) else 16, 64, taken, 8, 2, 1)
+        return Tile(32, 32, taken, 8, 2, 1) if hopper else Tile(16, 32, taken, 8, 1, 1)
     if kernel in ("norm_relu", "correct", "statistics"):
         return Tile(64, 64, 0, 4, 1)
-    if kernel == "norm_relu_gradient":
-        return Tile(16, 64, 0, 4, 1)
+    if kernel in ("norm_relu_gradient", "norm_relu_max_pool", "norm_relu_max_pool_gradient"):
+        return Tile(16, 64, 0, 4, 1, 8)
     raise KeyError(kernel)
 
 
-def splits(m: int, chunks: int, rows: int, device: torch.device) -> tuple[int, int]:
-    """Into how many parts a sum over ``m`` rows goes, and how many rows each has: a multiple of ``rows``.
+def splits(m: int, chunks: int, tile: Tile, device: torch.device) -> tuple[int, int]:
+    """Into how many parts a sum over ``m`` rows goes, and how many rows each has: a multiple of the tile's.
 
-    About twice as many programs as the device has multiprocessors, ``chunks`` of them for every part.
+    About as many programs as the device runs at a time, ``chunks`` of them for every part.
     """
-    wanted = max(2 * describe(device).multiprocessors // chunks, 2)
-    each = cdiv(cdiv(m, min(wanted, cdiv(m, rows))), rows) * rows
+    wanted = max(tile.resident * describe(device).multiprocessors // chunks, 2)
+    each = cdiv(cdiv(m, min(wanted, cdiv(m, tile.rows))), tile.rows) * tile.rows
     return cdiv(m, each), each
 
 
@@ -444,6 +449,56 @@ def norm_relu_gradient(x, scale, shift, mean, dp, g, sums, sizes, pool, first, s
     )  # fmt: skip
     programs = sums.shape[0] * cdiv(c, t.columns)
     return Launch("norm_relu_gradient", programs, arguments, constants, t.warps, t.stages)
+
+
+def _windows(window: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Kernel, stride, padding and dilation of a pooling, as constants."""
+    filled = zip("KSPD", window, (1, 1, 0, 1), strict=True)
+    return {
+        what + axis: size
+        for what, sizes, rest in filled
+        for axis, size in zip("DHW", (rest, rest, *sizes)[-3:], strict=True)
+    }
+
+
+@operator(
+    "norm_relu_max_pool(Tensor x, Tensor scale, Tensor shift, Tensor(a!) out, int[] sizes, int[] pooled, int[] kernel, "
+    "int[] stride, int[] padding, int[] dilation)",
+    "out",
+)  # fmt: skip
+def norm_relu_max_pool(x, scale, shift, out, sizes, pooled, kernel, stride, padding, dilation):
+    m, c = out.shape
+    t = tile("norm_relu_max_pool", x.dtype, c, 0, x.device)
+    constants = _constants(
+        x, t, product=False, **_windows((kernel, stride, padding, dilation)), VX=together(x, c),
+        VO=together(out, c, exact=True),
+    )  # fmt: skip
+    arguments = x, x.stride(0), scale, shift, out, out.stride(0), m, c, *_images(sizes), *_images(pooled)
+    programs = cdiv(m, t.rows) * cdiv(c, t.columns)
+    return Launch("norm_relu_max_pool", programs, arguments, constants, t.warps, t.stages)
+
+
+@operator(
+    "norm_relu_max_pool_gradient(Tensor x, Tensor scale, Tensor shift, Tensor mean, Tensor dp, Tensor(a!) dz, "
+    "Tensor(b!) sums, int[] sizes, int[] pooled, int[] kernel, int[] stride, int[] padding, int[] dilation, "
+    "int split_rows)",
+    "dz", "sums",
+)  # fmt: skip
+def norm_relu_max_pool_gradient(
+    x, scale, shift, mean, dp, dz, sums, sizes, pooled, kernel, stride, padding, dilation, split_rows
+):  # fmt: skip
+    m, c = x.shape
+    t = tile("norm_relu_max_pool_gradient", x.dtype, c, 0, x.device)
+    arguments = (
+        x, x.stride(0), scale, shift, mean, dp, dp.stride(0), dz, dz.stride(0), sums, m, c, *_images(sizes),
+        *_images(pooled), split_rows,
+    )  # fmt: skip
+    constants = _constants(
+        x, t, product=False, **_windows((kernel, stride, padding, dilation)), VX=together(x, c), VP=together(dp, c),
+        VO=together(dz, c, exact=True),
+    )  # fmt: skip
+    programs = sums.shape[0] * cdiv(c, t.columns)
+    return Launch("norm_relu_max_pool_gradient", programs, arguments, constants, t.warps, t.stages)
 
 
 @operator(

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..conv3x3 import as_images
 from ..device import is_assumed
 from ..tiles import Scratch
 from . import reference
@@ -89,6 +92,8 @@ class Shape:
     batch: bool = True
     channels_last: bool = False
     pool: tuple[int, ...] = (2, 2)
+    stem: tuple[tuple[int, ...], ...] = ((3, 3), (2, 2), (1, 1), (1, 1))  # kernel, stride, padding, dilation
+    ceil_mode: bool = False
 
     @property
     def rows(self) -> int:
@@ -333,3 +338,39 @@ def transition_backward(passes, v, scratch, s):
     need = Need(True, True, s.bias)
     pending = passes.transition_backward(x, norm, weight, grad, s.pool, s.sizes, out, s.first, need, scratch)
     return {"out": _whole(out)} | _finished(passes, pending, norm, weight, v, scratch, s.channels, s.rows)
+
+
+def _max_pooled(s: Shape) -> tuple[int, ...]:
+    """The sizes that the stem's pooling leaves."""
+    image = torch.empty((1, 1, *s.sizes), device="meta")
+    pool = F.max_pool2d if len(s.sizes) == 2 else F.max_pool3d
+    return tuple(pool(image, *s.stem, s.ceil_mode).shape[2:])
+
+
+def _whole_numbers(x: Tensor, norm: FoldedNorm) -> None:
+    """Values of which the largest is the same one in every type."""
+    x.mul_(8).round_()
+    norm.r.fill_(1)
+    norm.scale.copy_(norm.gamma.sign_())
+    norm.shift.copy_(norm.beta.round_() - norm.mean.round_() * norm.scale)
+
+
+@_case
+def norm_relu_max_pool(passes, v, scratch, s):
+    x, norm = v.matrix(s.rows, s.channels, s.pad), v.norm(s.channels)
+    _whole_numbers(x, norm)
+    out = v.matrix(s.n * math.prod(pooled := _max_pooled(s)), s.channels)
+    passes.norm_relu_max_pool(x, norm, (*s.stem, s.ceil_mode), s.sizes, as_images(out, pooled), scratch)
+    return {"out": out}
+
+
+@_case
+def norm_relu_max_pool_backward(passes, v, scratch, s):
+    x, norm = v.matrix(s.rows, s.channels, s.pad), v.norm(s.channels, s.batch)
+    _whole_numbers(x, norm)
+    grad = v.matrix(s.n * math.prod(pooled := _max_pooled(s)), s.channels)
+    dz = v.matrix(s.rows, s.channels)
+    pending = passes.norm_relu_max_pool_backward(
+        x, norm, (*s.stem, s.ceil_mode), s.sizes, as_images(grad, pooled), dz, Need(True), scratch
+    )
+    return {"dz": dz} | _finished(passes, pending, norm, None, v, scratch, s.channels, s.rows)

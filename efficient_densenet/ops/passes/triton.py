@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..storage import as_rows
 from . import launch, proof, reference
 from . import tiles as plain
 from .launch import cdiv
@@ -129,7 +130,7 @@ def conv3x3_backward(x, norm, weight, y, grad, correction, factor, sizes, out, f
     if need.weight or need.bias:
         tile = launch.tile("conv_weight_gradient", x.dtype, channels, k, x.device)
         chunks = math.prod(weight.shape[2:]) * cdiv(channels, tile.columns) * cdiv(k, tile.inner)
-        parts, each = launch.splits(rows, chunks, tile.rows, x.device)
+        parts, each = launch.splits(rows, chunks, tile, x.device)
         width = weight.numel() * need.weight + k * need.bias
         convolution = scratch.take("convolution sums", parts, width, dtype)
     if need.sums or out is not None:
@@ -152,7 +153,7 @@ def conv1x1_backward(x, norm, weight, b, dz2, norm2, correction2, g, first, need
         return plain.conv1x1_backward(x, norm, weight, b, dz2, norm2, correction2, g, first, need, scratch)
     dtype = wide_type(x.dtype)
     tile = launch.tile("product_gradient", x.dtype, channels, k, x.device)
-    parts, each = launch.splits(rows, cdiv(channels, tile.columns), tile.rows, x.device)
+    parts, each = launch.splits(rows, cdiv(channels, tile.columns), tile, x.device)
     sums = convolution = None
     if need.sums or g is not None:
         sums = scratch.take("norm sums", parts, 2 * channels, dtype).view(parts, 2, channels)
@@ -240,7 +241,7 @@ def norm_relu_backward(x, norm, grad, out, first, need, scratch):
 def _norm_relu_gradient(x, norm, grad, pool, sizes, out, first, scratch) -> Tensor:
     channels, rows = x.shape[1], grad.shape[0] * grad.shape[1]
     tile = launch.tile("norm_relu_gradient", x.dtype, channels, 0, x.device)
-    parts, each = launch.splits(rows, cdiv(channels, tile.columns), tile.rows, x.device)
+    parts, each = launch.splits(rows, cdiv(channels, tile.columns), tile, x.device)
     sums = scratch.take("norm sums", parts, 2 * channels, wide_type(x.dtype)).view(parts, 2, channels)
     launch.norm_relu_gradient(
         x, norm.scale, norm.shift, norm.mean, grad, out, sums, sizes or [1], pool or [1], first or 0, each,
@@ -278,8 +279,26 @@ def transition_backward(x, norm, weight, grad, pool, sizes, out, first, need, sc
     return _Sums(need, sums, convolution)
 
 
-norm_relu_max_pool = plain.norm_relu_max_pool
-norm_relu_max_pool_backward = plain.norm_relu_max_pool_backward
+@_pass
+def norm_relu_max_pool(x, norm, window, sizes, out, scratch):
+    *window, _ = window
+    launch.norm_relu_max_pool(x, norm.scale, norm.shift, as_rows(out), sizes, out.shape[2:], *window)
+
+
+@_pass
+def norm_relu_max_pool_backward(x, norm, window, sizes, grad, out, need, scratch):
+    *window, _ = window
+    channels, pooled = x.shape[1], grad.shape[2:]
+    dp = as_rows(grad)
+    if dp.stride(1) != 1:
+        dp = dp.contiguous()
+    tile = launch.tile("norm_relu_max_pool_gradient", x.dtype, channels, 0, x.device)
+    parts, each = launch.splits(x.shape[0], cdiv(channels, tile.columns), tile, x.device)
+    sums = scratch.take("norm sums", parts, 2 * channels, wide_type(x.dtype)).view(parts, 2, channels)
+    launch.norm_relu_max_pool_gradient(
+        x, norm.scale, norm.shift, norm.mean, dp, out, sums, sizes, pooled, *window, each
+    )
+    return _Sums(need, sums, None)
 
 
 def short_cuts(norms, dtype):

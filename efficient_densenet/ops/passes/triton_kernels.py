@@ -545,6 +545,119 @@ def norm_relu_gradient(
 
 
 @triton.jit
+def pooled_tap(
+    X, ldx, s, t, n, d, h, w, tap, rmask, cs, C, D, H, L,
+    KH: tl.constexpr, KW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+    VX: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """``relu(scale x + shift)`` as stored at one tap of windows that start at (d, h, w), and whether it is inside."""
+    d += tap // (KH * KW) * DD
+    h += tap // KW % KH * DH
+    w += tap % KW * DW
+    inside = rmask & (d >= 0) & (d < D) & (h >= 0) & (h < H) & (w >= 0) & (w < L)
+    at = ((n.to(tl.int64) * D + d) * H + h) * L + w
+    x = tl.load(places(X, at, ldx, cs, VX), mask=inside[:, None] & (cs < up(C, VX))[None, :], other=0.0).to(ACC)
+    z = folded(x, s, t, inside[:, None] & (cs < C)[None, :])
+    return rounded(z, X.dtype.element_ty).to(ACC), inside[:, None]
+
+
+@triton.jit
+def norm_relu_max_pool(
+    X, ldx, SCALE, SHIFT, OUT, ldo, m, C, D, H, L, OD, OH, OL,
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+    VX: tl.constexpr, VO: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """``out = max_window relu(scale x + shift)`` of m windows: (OD, OH, OL) of them in an image (D, H, L).
+
+    Windows have KD KH KW taps DD, DH, DW apart, start SD, SH, SW apart, and the first one PD, PH, PW before the image.
+    """
+    chunks = tl.cdiv(C, BC)
+    rows = tl.program_id(0) // chunks * BM + tl.arange(0, BM)
+    cs = tl.program_id(0) % chunks * BC + tl.arange(0, BC)
+    rmask = rows < m
+    s = vector(SCALE, cs, C, 1)
+    t = vector(SHIFT, cs, C, 1)
+    n = rows // OL // OH // OD
+    d = rows // OL // OH % OD * SD - PD
+    h = rows // OL % OH * SH - PH
+    w = rows % OL * SW - PW
+    best = tl.full((BM, BC), float("-inf"), dtype=ACC)
+    for tap in tl.static_range(0, KD * KH * KW):
+        z, inside = pooled_tap(X, ldx, s, t, n, d, h, w, tap, rmask, cs, C, D, H, L, KH, KW, DD, DH, DW, VX, ACC)
+        best = tl.where(inside & ((z > best) | (z != z)), z, best)
+    into = rmask[:, None] & (cs < up(C, VO))[None, :]
+    tl.store(places(OUT, rows.to(tl.int64), ldo, cs, VO), rounded(best, OUT.dtype.element_ty), mask=into)
+
+
+@triton.jit
+def norm_relu_max_pool_gradient(
+    X, ldx, SCALE, SHIFT, MEAN, DP, ldp, DZ, ldz, SUMS, m, C, D, H, L, OD, OH, OL, split_rows,
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+    VX: tl.constexpr, VP: tl.constexpr, VO: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The same backwards, for m pixels: a window's gradient goes to its first largest z, or its last NaN, as in torch.
+
+    DP: (windows, C); DZ: (m, C), zero where z is; SUMS: (splits, 2, C), ``Σ dz`` and ``Σ dz (x - mean)``. Nothing is
+    scattered: a pixel asks each window that may reach it, and the window's largest is found again.
+    """
+    chunks = tl.cdiv(C, BC)
+    split = tl.program_id(0) // chunks
+    cs = tl.program_id(0) % chunks * BC + tl.arange(0, BC)
+    s = vector(SCALE, cs, C, 1)
+    t = vector(SHIFT, cs, C, 1)
+    mu = vector(MEAN, cs, C, 1)
+    sum0 = tl.zeros((BC,), dtype=ACC)
+    sum1 = tl.zeros((BC,), dtype=ACC)
+    start = split * split_rows
+    stop = tl.minimum(start + split_rows, m)
+    ND: tl.constexpr = ((KD - 1) * DD + SD) // SD  # windows that may reach a pixel
+    NH: tl.constexpr = ((KH - 1) * DH + SH) // SH
+    NW: tl.constexpr = ((KW - 1) * DW + SW) // SW
+    for r in range(start, stop, BM):
+        rows = r + tl.arange(0, BM)
+        rmask = rows < stop
+        at = rows.to(tl.int64)
+        n = rows // L // H // D
+        dz = tl.zeros((BM, BC), dtype=ACC)
+        for window in range(0, ND * NH * NW):
+            od = (rows // L // H % D + PD) // SD - window // (NH * NW)
+            oh = (rows // L % H + PH) // SH - window // NW % NH
+            ow = (rows % L + PW) // SW - window % NW
+            td = rows // L // H % D + PD - od * SD
+            th = rows // L % H + PH - oh * SH
+            tw = rows % L + PW - ow * SW
+            reached = rmask & (od >= 0) & (od < OD) & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OL)
+            reached = reached & (td % DD == 0) & (th % DH == 0) & (tw % DW == 0)
+            reached = reached & (td < KD * DD) & (th < KH * DH) & (tw < KW * DW)
+            own = (td // DD * KH + th // DH) * KW + tw // DW
+            best = tl.full((BM, BC), float("-inf"), dtype=ACC)
+            which = tl.full((BM, BC), -1, dtype=tl.int32)
+            for tap in range(0, KD * KH * KW):
+                z, inside = pooled_tap(
+                    X, ldx, s, t, n, od * SD - PD, oh * SH - PH, ow * SW - PW, tap, reached, cs, C, D, H, L,
+                    KH, KW, DD, DH, DW, VX, ACC,
+                )  # fmt: skip
+                better = inside & ((z > best) | (z != z))
+                best = tl.where(better, z, best)
+                which = tl.where(better, tap, which)
+            wrow = ((n.to(tl.int64) * OD + od) * OH + oh) * OL + ow
+            load = reached[:, None] & (cs < up(C, VP))[None, :]
+            dp = tl.load(places(DP, wrow, ldp, cs, VP), mask=load, other=0.0).to(ACC)
+            dz += tl.where(reached[:, None] & (which == own[:, None]), dp, 0.0)
+        ok = rmask[:, None] & (cs < C)[None, :]
+        x = tl.load(places(X, at, ldx, cs, VX), mask=rmask[:, None] & (cs < up(C, VX))[None, :], other=0.0).to(ACC)
+        dz = tl.where(ok & ~(folded(x, s, t, ok) <= 0), dz, 0.0)
+        dz = rounded(dz, DZ.dtype.element_ty)
+        tl.store(places(DZ, at, ldz, cs, VO), dz, mask=rmask[:, None] & (cs < up(C, VO))[None, :])
+        dz = dz.to(ACC)
+        sum0 += tl.sum(dz, axis=0)
+        sum1 += tl.sum(tl.where(ok, dz * (x - mu[None, :]), 0.0), axis=0)
+    store_sums(SUMS, split, sum0, sum1, cs, C)
+
+
+@triton.jit
 def correct(
     X, ldx, G, ldg, SCALE, SLOPE, LEVEL, MEAN, OUT, ldo, m, C, SCALED: tl.constexpr, CORRECT: tl.constexpr,
     VX: tl.constexpr, VG: tl.constexpr, VO: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr,
