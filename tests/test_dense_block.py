@@ -1,17 +1,21 @@
 """The block function where it is easily wrong."""
 
+import dataclasses
+
 import pytest
 import torch
+from helpers import assert_same, training_state
 from torch import nn
 
 from efficient_densenet import DenseNet
+from efficient_densenet.ops import dense_block, device, storage
 
 MODES = ("checkpoint", "fused", "lean")
 
 
 def toy(mode, **kwargs):
     torch.manual_seed(0)
-    return DenseNet(4, (3, 2), num_init_features=8, efficient=mode, **kwargs).double()
+    return DenseNet(**{"growth_rate": 4, "block_config": (3, 2), "num_init_features": 8, **kwargs}, efficient=mode).double()
 
 
 @pytest.mark.parametrize("small_inputs", [True, False])
@@ -56,3 +60,17 @@ def test_planning_reads_no_parametrized_weight():
     repr(model)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name
+
+
+@pytest.mark.parametrize("mode", ("fused", "lean"))
+def test_rows_may_be_aligned(mode):
+    """As accelerators want them. Kills: strides of a buffer or of its gradient taken for those of dense rows."""
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64)
+    machine = dataclasses.replace(device.describe(x.device), row_bytes=64)
+    pitches, aligned = [], storage.aligned_empty
+    with device.assume(machine), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "aligned_empty", lambda *args: pitches.append(aligned(*args)) or pitches[-1])
+        patch.setattr(dense_block, "aligned_empty", storage.aligned_empty)
+        found = training_state(toy(mode, growth_rate=5), x)
+    assert_same(training_state(toy("naive", growth_rate=5), x), found)
+    assert [tensor.stride(-1) for tensor in pitches] == [24] * 4  # of 23 and 21 channels, forward and backward

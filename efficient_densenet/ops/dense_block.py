@@ -54,7 +54,7 @@ from .passes import (
     Correction, FoldedNorm, Gradients, Need, Partial, Pending, Rebuild, implementation, merge, wide_type,
 )  # fmt: skip
 from .rebuild import must_rebuild, rebuilt_gradients
-from .storage import FeatureBuffer, append, as_rows, channels_last_empty, columns
+from .storage import FeatureBuffer, aligned_empty, append, as_rows, channels_last_empty, columns
 from .tiles import Scratch, tile_rows
 
 
@@ -396,7 +396,7 @@ class _Backward:
         if not needed[0]:
             trainable = (of.own(i)[0] for i, need in enumerate(self.needs) if any(need))
             self.first = next(trainable, of.total)
-        self.G = channels_last_empty(features, of.total - self.first)
+        self.G = aligned_empty(features, of.total - self.first)
         self.g_rows = as_rows(self.G)
         self.correction = torch.zeros_like(kept.statistics)  # slope and level of every channel
         norms = [norm for layer in kept.layers for norm in (layer.norm1, layer.norm2)]
@@ -589,7 +589,8 @@ def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype:
     if not groups and x.dtype == dtype and x.movedim(1, -1).is_contiguous():  # nothing to write behind it
         buffer, first = FeatureBuffer.of(x), x
     else:
-        buffer = FeatureBuffer(x, x.shape[1] + sum(p[-1].shape[0] for p in groups), dtype)
+        channels = x.shape[1] + sum(p[-1].shape[0] for p in groups)
+        buffer = FeatureBuffer(x, channels, dtype, alone=call.tail is not None)
         first = append(None, x, buffer)
     if torch.is_grad_enabled() and (first.requires_grad or any(p.requires_grad for p in parameters)):
         return _DenseBlock.apply(first, buffer, call, *parameters)

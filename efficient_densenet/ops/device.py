@@ -29,6 +29,7 @@ class Description:
         multiprocessors: how many programs of a kernel run at the same time, at least.
         tile_bytes: how large a tile may be.
         unfolded_bytes: how much scratch unfolded gradients may take.
+        row_bytes: at a multiple of how many bytes a block's rows of features start.
         unfolds: whether a 3x3 convolution's weight gradient is a product with the unfolded output gradient, else torch's
             own kernel.
     """
@@ -39,6 +40,7 @@ class Description:
     multiprocessors: int
     tile_bytes: int
     unfolded_bytes: int
+    row_bytes: int
     unfolds: bool
 
     @classmethod
@@ -50,10 +52,10 @@ class Description:
             # Tiles long enough to hide Python's cost per operation, short enough for a share of the last-level cache.
             # With AVX-512, torch's kernel for the weight gradient runs at 2-3 times the rate of unfolding and
             # multiplying for the few output channels of a dense layer; with AVX2, at less than it.
-            return cls(type, capability, cache_bytes, multiprocessors, 2 * MIB, 4 * MIB, capability != "AVX512")
+            return cls(type, capability, cache_bytes, multiprocessors, 2 * MIB, 4 * MIB, 1, capability != "AVX512")
         # Tiles as large as the cache, as far as neither launches nor scratch memory get out of hand.
         tile_bytes = min(max(cache_bytes, 16 * MIB), 64 * MIB)
-        return cls(type, capability, cache_bytes, multiprocessors, tile_bytes, 64 * MIB, True)
+        return cls(type, capability, cache_bytes, multiprocessors, tile_bytes, 64 * MIB, 16, True)
 
 
 H200 = Description.of("cuda", (9, 0), 50 * MIB, 132)

@@ -69,7 +69,7 @@ def _block(
     x, parameters, bottlenecks, eps, batch, running, factors, drops, tail, keep_conv1, needed, dtype
 ) -> list[Tensor]:
     call = _call(bottlenecks, eps, batch, running, factors, drops, tail)
-    buffer = FeatureBuffer(x, _total(x, parameters, bottlenecks), dtype)
+    buffer = FeatureBuffer(x, _total(x, parameters, bottlenecks), dtype, alone=bool(tail))
     with as_it_says(x.device):
         buffer.tensor.narrow(1, 0, x.shape[1]).copy_(x)
         run = _Forward(buffer, x.shape[1], call, parameters, keep=keep_conv1)
@@ -114,7 +114,7 @@ def _fake_block(
     rows = n
     for size in sizes:
         rows = rows * size
-    features = channels_last_empty(x, total, dtype)
+    features = FeatureBuffer(x, total, dtype, alone=bool(tail)).tensor
     out = []
     if tail and tail[0] <= 0:
         contiguous = x.new_empty((n, total, *sizes), dtype=dtype)

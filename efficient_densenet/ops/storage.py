@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .device import describe
 from .overrides import overridable
 
 
@@ -17,6 +18,15 @@ def channels_last_empty(like: Tensor, channels: int, dtype: torch.dtype | None =
     """An uninitialised ``(N, channels, *spatial)`` tensor whose channels lie next to each other, of any dimension."""
     n, _, *spatial = like.shape
     return torch.empty((n, *spatial, channels), dtype=dtype or like.dtype, device=like.device).movedim(-1, 1)
+
+
+def aligned_empty(like: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The same, in rows that start where the device loads vectors: the first columns of a matrix slightly wider."""
+    dtype = dtype or like.dtype
+    unit = max(describe(like.device).row_bytes // dtype.itemsize, 1)
+    pitch = -(-channels // unit) * unit
+    whole = channels_last_empty(like, pitch, dtype)
+    return whole if pitch == channels else whole.narrow(1, 0, channels)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -40,10 +50,11 @@ class FeatureBuffer:
         x: the block's input, ``(N, C_0, *spatial)``; gives shape and device.
         channels: ``C_0 + L k``, all the channels the block will hold.
         dtype: the type the features are stored in.
+        alone: whether nobody outside sees it, so that its rows may be aligned.
     """
 
-    def __init__(self, x: Tensor, channels: int, dtype: torch.dtype):
-        self.tensor = channels_last_empty(x, channels, dtype)
+    def __init__(self, x: Tensor, channels: int, dtype: torch.dtype, alone: bool = False):
+        self.tensor = (aligned_empty if alone else channels_last_empty)(x, channels, dtype)
 
     @classmethod
     def of(cls, x: Tensor) -> FeatureBuffer:
