@@ -1,14 +1,20 @@
 """The Triton kernels compiled ahead of time, in the configurations they would be launched in. Run by test_kernels.py.
 
-``python tests/compiled_kernels.py [sm_80 sm_90 sm_100 gfx942]`` compiles all shapes and prints what became of them.
+``python tests/compiled_kernels.py [minutes [sm_80 sm_90 sm_100 gfx942]]`` compiles whatever whole training steps launch,
+in random order, and prints what became of it; for hours, unless told how many minutes.
 """
 
+import contextlib
+import random
 import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +23,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from efficient_densenet.ops import device
+from efficient_densenet import densenet121, densenet161, densenet_bc
+from efficient_densenet.memory import count_step
+from efficient_densenet.ops import costs, device
 from efficient_densenet.ops.passes import launch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -48,12 +56,12 @@ def vector(size: int) -> torch.Tensor:
     return empty((size + 3) // 4 * 4)[:size]
 
 
-def launches(layer: str, dtype: torch.dtype, padded: bool = True) -> dict[str, launch.Launch]:
+def launches(layer: str, dtype: torch.dtype) -> dict[str, launch.Launch]:
     """What a layer, its block's tail and its norms launch."""
     (n, *sizes), c, width, k, pitch = LAYERS[layer]
     m = torch.Size((n, *sizes)).numel()
     unit = 16 // dtype.itemsize
-    pitch = -(-pitch // unit) * unit if padded else pitch
+    pitch = -(-pitch // unit) * unit
     features, gradients = empty(m, pitch, dtype=dtype), empty(m, pitch, dtype=dtype)
     x, g_x, y, g = features[:, :c], gradients[:, :c], features[:, c : c + k], gradients[:, c : c + k]
     b, dz2 = empty(m, width, dtype=dtype), empty(m, width, dtype=dtype)
@@ -112,31 +120,53 @@ def launches(layer: str, dtype: torch.dtype, padded: bool = True) -> dict[str, l
 
 
 @cache
-def compiled(
-    target: str, layer: str, name: str, dtype: torch.dtype, precise: bool = False, padded: bool = True
-) -> dict:
-    """What became of one of them: registers, bytes of stack and of shared memory, and how often what instruction."""
+def compiled(target: str, layer: str, name: str, dtype: torch.dtype) -> dict:
+    """What became of one of them, compiled for arguments of which nothing is known."""
+    with planning(target):
+        return build(target, launches(layer, dtype)[name], known=False)
+
+
+@contextlib.contextmanager
+def planning(target: str, precise: bool = False):
+    """Within it, tensors without data are on such a device."""
     gpu, capability, _ = TARGETS[target]
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = not precise and gpu.backend == "cuda"
+    kinds = (device.Description.of(kind, capability, 50 * 2**20, 132) for kind in ("meta", "cuda"))
     try:
-        with device.assume(device.Description.of("meta", capability, 50 * 2**20, 132)):
-            planned = launches(layer, dtype, padded)[name]
+        with device.assume(next(kinds)), device.assume(next(kinds)):
+            yield
     finally:
         torch.backends.cudnn.allow_tf32 = before
+
+
+def source(planned: launch.Launch, known: bool) -> tuple[dict, dict, dict]:
+    """Signature, constants and attributes of a launch: with what Triton learns from its arguments, if it is to know."""
     kernel = getattr(launch.kernels(), planned.kernel)
     constants = {**planned.constants, "ACC": tl.float32}
-    signature = {}
-    for parameter, value in zip(kernel.arg_names, planned.arguments, strict=False):
-        if value is None:
-            constants[parameter] = None
-        else:
-            signature[parameter] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-    signature = {p: signature.get(p, "constexpr") for p in kernel.arg_names}
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs={(kernel.arg_names.index(p),): v for p, v in constants.items()}
-    )
-    done = triton.compile(source, target=gpu, options={"num_warps": planned.warps, "num_stages": planned.stages})
+    signature, attributes = {}, {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, planned.arguments, strict=False)):
+        asks = known and not parameter.do_not_specialize
+        if value is None or (asks and isinstance(value, int) and value == 1):
+            constants[parameter.name] = value
+            continue
+        tensor = isinstance(value, torch.Tensor)
+        signature[parameter.name] = TYPES[value.dtype] if tensor else "i32"
+        if asks and (value.storage_offset() * value.element_size() if tensor else value) % 16 == 0:
+            attributes[i,] = [["tt.divisibility", 16]]
+    return {p: signature.get(p, "constexpr") for p in kernel.arg_names}, constants, attributes
+
+
+def build(target: str, planned: launch.Launch, known: bool) -> dict:
+    """Compile a launch: registers, bytes of stack and of shared memory, and how often what instruction."""
+    gpu = TARGETS[target][0]
+    kernel = getattr(launch.kernels(), planned.kernel)
+    signature, constants, attributes = source(planned, known)
+    made = ASTSource(
+        fn=kernel, signature=signature, constexprs={(kernel.arg_names.index(p),): v for p, v in constants.items()},
+        attrs=attributes,
+    )  # fmt: skip
+    done = triton.compile(made, target=gpu, options={"num_warps": planned.warps, "num_stages": planned.stages})
     found = {"shared": done.metadata.shared, "warps": planned.warps, "stages": planned.stages}
     found |= {p: constants[p] for p in ("BM", "BC", "BK", "VX") if p in constants}
     if gpu.backend != "cuda":
@@ -151,32 +181,30 @@ def compiled(
         code = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
     found |= {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "stack": int(re.search(r"STACK:(\d+)", usage)[1])}
     loads = re.findall(r"\b(?:LDG|LDGSTS)\.E[\w.]*", code)
-    found |= {
+    return found | {
         "tensor": len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA)\b", code)),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "128": sum(load.endswith(".128") or ".128." in load for load in loads),
         "16": sum(".U16" in load or ".S16" in load or ".U8" in load for load in loads),
         "loads": len(loads),
     }
-    return found
 
 
-def faults(target: str, layer: str, name: str, dtype: torch.dtype, precise: bool = False, padded: bool = True) -> list:
-    """What is wrong with one of them."""
-    found = compiled(target, layer, name, dtype, precise, padded)
-    cuda = target != "gfx942"
+PRODUCTS = {"norm_relu_product", "norm_relu_conv", "conv_gradient", "product_gradient", "finish_and_product"}
+
+
+def faults(target: str, planned: launch.Launch, found: dict) -> list[str]:
+    """What is wrong with what became of a launch."""
+    cuda, half = target != "gfx942", any(a.element_size() == 2 for a in planned.arguments if isinstance(a, torch.Tensor))
     wrong = []
     if cuda and (found["stack"] or found["spills"]):
         wrong.append("registers spill")
     if found["shared"] > TARGETS[target][2]:
         wrong.append("more shared memory than there is")
-    if name in ("fold", "finish"):
-        return wrong
-    if padded and not found["128"]:
+    if "VX" in found and found["VX"] * (2 if half else 4) == 16 and not found["128"]:
         wrong.append("no vector loads")
-    if padded and cuda and dtype.itemsize == 2 and found["16"]:
-        wrong.append("loads of single elements")
-    if "conv" in name and not precise and (cuda or dtype.itemsize == 2) and not found["tensor"]:
+    precise = planned.constants.get("PREC") == "ieee" and not half
+    if planned.kernel in PRODUCTS and not precise and (cuda or half) and not found["tensor"]:
         wrong.append("no tensor cores")
     return wrong
 
@@ -201,25 +229,88 @@ needs_tools = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="Triton'
 )
 def test_compiles_to_vectors_and_tensor_cores_without_spills(target, layer, name, dtype):
     """Kills: a mask by the true number of channels; a tile too large for the registers or the shared memory."""
-    assert not faults(target, layer, name, dtype), compiled(target, layer, name, dtype)
+    found = compiled(target, layer, name, dtype)
+    with planning(target):
+        planned = launches(layer, dtype)[name]
+    assert not faults(target, planned, found), found
+    assert found["128"] and (dtype.itemsize == 4 or target == "gfx942" or not found["16"]), found
+
+
+# By hand: all that whole training steps launch.
+
+STEPS = {
+    "BC(100,12)": (lambda **how: densenet_bc(100, 12, num_classes=10, **how), (64, 3, 32, 32)),
+    "121": (densenet121, (64, 3, 224, 224)),
+    "161": (densenet161, (64, 3, 224, 224)),
+    "BC(190,40)": (lambda **how: densenet_bc(190, 40, num_classes=10, **how), (64, 3, 32, 32)),
+}
+
+
+def without_data(value):
+    """A fake tensor as one that has an address, if only relative to its storage."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    whole = empty(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype)
+    return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def step_launches(target: str, name: str, dtype: torch.dtype, mode: str, precise: bool = False) -> list[launch.Launch]:
+    """Everything a training step launches."""
+    make, shape = STEPS[name]
+    planned = []
+
+    def recording(operator, cost):
+        plan = getattr(launch, operator.partition("::")[2]).plan
+
+        def record(*args):
+            planned.append(plan(*map(without_data, args)))
+            return cost(*args)
+
+        return record
+
+    with torch.device("meta"):
+        model, x = make(efficient=mode).to(memory_format=torch.channels_last), torch.empty(shape)
+    recorded = {operator: recording(operator, cost) for operator, cost in costs.COSTS.items()}
+    with planning(target, precise), mock.patch.dict(costs.COSTS, recorded):
+        count_step(model, x.to(memory_format=torch.channels_last), torch.sum, "cuda", dtype if dtype == HALF else None)
+    return planned
+
+
+def sweep(minutes: float, targets: list[str]) -> None:
+    cases = {}
+    for target in targets:
+        for name in STEPS:
+            for dtype, precise in ((HALF, False), (FULL, False), (FULL, True)):
+                for mode in ("fused", "lean"):
+                    for planned in step_launches(target, name, dtype, mode, precise):
+                        for known in (True, False):
+                            key = target, planned.kernel, planned.warps, planned.stages, *map(str, source(planned, known))
+                            cases.setdefault(key, (target, name, dtype, planned, known))
+    print(f"{len(cases)} to compile, {dict(Counter(target for target, *_ in cases))}", flush=True)
+    order = list(cases.values())
+    random.Random(0).shuffle(order)
+    done, bad, vectors, tensors, largest, start = Counter(), Counter(), Counter(), Counter(), Counter(), time.monotonic()
+    for target, name, dtype, planned, known in order:
+        if time.monotonic() - start > 60 * minutes:
+            break
+        try:
+            found = build(target, planned, known)
+            wrong = faults(target, planned, found)
+        except Exception as error:  # the sweep goes on
+            found, wrong = {}, [f"{type(error).__name__}: {str(error)[:200]}"]
+        done[target] += 1
+        bad.update((target, fault) for fault in wrong)
+        largest[target] = max(largest[target], found.get("shared", 0))
+        vectors[target] += bool(found.get("128"))
+        tensors[target] += bool(found.get("tensor"))
+        print(target, name, dtype, planned.kernel, "as known" if known else "unknown", found, wrong or "ok", flush=True)
+    for target in targets:
+        faulty = {fault: count for (where, fault), count in bad.items() if where == target}
+        print(
+            f"{target}: {done[target]} compiled, {vectors[target]} with vectors of 16 bytes, {tensors[target]} with tensor "
+            f"cores, at most {largest[target]} bytes of shared memory, faults: {faulty or 'none'}"
+        )
 
 
 if __name__ == "__main__":
-    count = 0
-    for target in sys.argv[1:] or TARGETS:
-        for layer in LAYERS:
-            for name in launches(layer, FULL):
-                for kind in ("bf16", "fp16", "tf32", "ieee", "bf16 unpadded", "tf32 unpadded"):
-                    if "conv" not in name and kind in ("fp16", "ieee"):
-                        continue
-                    if "unpadded" in kind and LAYERS[layer][4] != 342:
-                        continue
-                    types = {"bf16": HALF, "fp16": torch.float16, "tf32": FULL, "ieee": FULL}
-                    case = target, layer, name, types[kind[:4]], kind == "ieee", "unpadded" not in kind
-                    try:
-                        wrong, found = faults(*case), compiled(*case)
-                    except Exception as error:
-                        wrong, found = [f"{type(error).__name__}: {str(error)[:200]}"], {}
-                    count += bool(wrong)
-                    print(target, layer, name, kind, found, "; ".join(wrong) or "ok", sep=" | ", flush=True)
-    print(f"{count} with faults")
+    sweep(float(sys.argv[1]) if len(sys.argv) > 1 else float("inf"), sys.argv[2:] or list(TARGETS))

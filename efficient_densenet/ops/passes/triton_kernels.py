@@ -13,6 +13,7 @@ so its pitch (``ld…``) is an argument. What they have in common:
 * Programs are numbered along one axis (the others end at 65,535), those that share rows next to each other.
 """
 
+import inspect
 import os
 
 import triton
@@ -20,6 +21,14 @@ import triton.language as tl
 
 # Triton 3.8's interpreter multiplies the bit patterns of bfloat16 operands, and cuts where it should round to bfloat16.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def kernel(function):
+    """A kernel, compiled once for all sizes: of its numbers only a depth of 1 is worth a compilation of its own."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.annotation is not tl.constexpr]
+    sizes = [name for name in names if name.islower() or name in ("C", "N", "K", "H", "L", "O", "CW", "XC", "OH", "OL")]
+    return triton.jit(function, do_not_specialize=sizes)
 
 
 @triton.jit
@@ -153,7 +162,7 @@ def _norm_relu_product(
         store_statistics(PART, pm, out.to(ACC), rmask, tl.minimum(m - pm * BM, BM).to(ACC), cols, N)
 
 
-@triton.jit
+@kernel
 def norm_relu_product(
     X, ldx, SCALE, SHIFT, W, ldw, BIAS, OUT, ldo, PART, m, C, N, D, H, L,
     PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BIASED: tl.constexpr, STATS: tl.constexpr,
@@ -171,7 +180,7 @@ def norm_relu_product(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def norm_relu_conv(
     X, ldx, SCALE, SHIFT, W, BIAS, FACTOR, image, fn, fp, fk, OUT, ldo, PART, m, C, K, D, H, L,
     TD: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
@@ -359,7 +368,7 @@ def _conv_weight_gradient(
         tl.store(to + K * taps * C * WEIGHT + ko, total, mask=(ko < K) & alone)
 
 
-@triton.jit
+@kernel
 def conv_gradient(
     G, ldg, Y, ldy, SLOPE, LEVEL, YMEAN, FACTOR, image, fn, fp, fk, W, X, ldx, SCALE, SHIFT, MEAN, OUT, ldo, SUMS, DW,
     m, C, K, D, H, L, split_rows, first,
@@ -393,7 +402,7 @@ def conv_gradient(
             )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def product_gradient(
     X, ldx, G, ldg, B, ldb, DZ2, ldd, W, ldw, SCALE, SHIFT, MEAN, SCALE2, SLOPE2, LEVEL2, MEAN2, DW, SUMS,
     m, C, N, split_rows, first,
@@ -469,7 +478,7 @@ def product_gradient(
         store_sums(SUMS, split, sum0, sum1, cs, C)
 
 
-@triton.jit
+@kernel
 def norm_relu(
     X, ldx, SCALE, SHIFT, OUT, ldo, m, C, VX: tl.constexpr, VO: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr,
@@ -485,7 +494,7 @@ def norm_relu(
     tl.store(places(OUT, at, ldo, cs, VO), rounded(z, OUT.dtype.element_ty), mask=rmask & (cs < up(C, VO))[None, :])
 
 
-@triton.jit
+@kernel
 def norm_relu_gradient(
     X, ldx, SCALE, SHIFT, MEAN, DP, image, pn, pp, pc, G, ldg, SUMS,
     m, C, D, H, L, split_rows, first,
@@ -561,7 +570,7 @@ def pooled_tap(
     return rounded(z, X.dtype.element_ty).to(ACC), inside[:, None]
 
 
-@triton.jit
+@kernel
 def norm_relu_max_pool(
     X, ldx, SCALE, SHIFT, OUT, ldo, m, C, D, H, L, OD, OH, OL,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
@@ -590,7 +599,7 @@ def norm_relu_max_pool(
     tl.store(places(OUT, rows.to(tl.int64), ldo, cs, VO), rounded(best, OUT.dtype.element_ty), mask=into)
 
 
-@triton.jit
+@kernel
 def norm_relu_max_pool_gradient(
     X, ldx, SCALE, SHIFT, MEAN, DP, ldp, DZ, ldz, SUMS, m, C, D, H, L, OD, OH, OL, split_rows,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
@@ -657,7 +666,7 @@ def norm_relu_max_pool_gradient(
     store_sums(SUMS, split, sum0, sum1, cs, C)
 
 
-@triton.jit
+@kernel
 def correct(
     X, ldx, G, ldg, SCALE, SLOPE, LEVEL, MEAN, OUT, ldo, m, C, SCALED: tl.constexpr, CORRECT: tl.constexpr,
     VX: tl.constexpr, VG: tl.constexpr, VO: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr,
@@ -678,7 +687,7 @@ def correct(
     tl.store(places(OUT, at, ldo, cs, VO), rounded(g, OUT.dtype.element_ty), mask=rmask & (cs < up(C, VO))[None, :])
 
 
-@triton.jit
+@kernel
 def statistics(
     X, ldx, PART, m, C, VX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
@@ -692,7 +701,7 @@ def statistics(
     store_statistics(PART, pm, x, rows < m, tl.minimum(m - pm * BM, BM).to(ACC), cs, C)
 
 
-@triton.jit
+@kernel
 def fold(
     PART, MEAN, VAR, GAMMA, BETA, COPY, R, SCALE, SHIFT, parts, m, part_rows, start, K, C,
     EPS: tl.constexpr, MERGE: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr, BATCH: tl.constexpr,
@@ -792,7 +801,7 @@ def _finish_gradient(
                 tl.store(DBIAS + es - size, rounded(total, DBIAS.dtype.element_ty), mask=(es >= size) & (es < width))
 
 
-@triton.jit
+@kernel
 def finish_gradient(
     SUMS, R, SCALE, DGAMMA, DBETA, SLOPE, LEVEL, DW, OUT, DBIAS, parts, C, count, splits, O, CW, so, st, sc,
     TAPS: tl.constexpr, NORM: tl.constexpr, BATCH: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
@@ -810,7 +819,7 @@ def finish_gradient(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def finish_and_product(
     SUMS, R, SCALE, DGAMMA, DBETA, SLOPE, LEVEL, DW, OUT, DBIAS, parts, C, count, splits, O, CW, so, st, sc,
     programs, X, ldx, XSCALE, XSHIFT, W, ldw, XBIAS, Y, ldy, PART, m, XC, N, D, H, L,
