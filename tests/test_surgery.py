@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from efficient_densenet.models import Transition
 from helpers import assert_same, assert_trains_like, blocks, each_mode, gradients, images, layers, toy
 
 
@@ -54,6 +55,12 @@ def change_class(module):
     module.__class__ = subclass_of(type(module))
 
 
+def transition_at_the_end(model):
+    """A subclassed one, where the final norm was."""
+    del model.features.norm5
+    model.features.add_module("transition2", subclass_of(Transition)(16, 16, 2).double())
+
+
 def another_end(model):
     layer = layers(model)[0]
     layer.after_bottleneck = lambda x: layer.conv2(layer.relu2(layer.norm2(x))).sin()
@@ -85,6 +92,7 @@ CHANGES = {
     "transition without pool": lambda model: delattr(model.features.transition1, "pool"),
     "features subclassed": lambda model: setattr(model.features, "__class__", Doubled),
     "transition subclassed": lambda model: change_class(model.features.transition1),
+    "transition subclassed, at the end": transition_at_the_end,
     "block subclassed": lambda model: change_class(blocks(model)[0]),
     "last block subclassed": lambda model: change_class(blocks(model)[-1]),
     "layer's end replaced": another_end,

@@ -397,6 +397,8 @@ class Transition(nn.Sequential):
 
     def why_not_taken_in(self) -> str:
         """Why the block function cannot take in this transition."""
+        if type(self) is not Transition:
+            return f"it is a {type(self).__name__}"
         if list(self._modules) != ["norm", "relu", "conv", "pool"]:
             return f"it is made of {', '.join(self._modules)}"
         return why_no_tail(self.tail())
