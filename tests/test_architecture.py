@@ -130,7 +130,7 @@ assert not torch.cuda.is_initialized()
 
 
 PUBLIC = {
-    "DenseNet", "SyncBatchNorm", "densenet_bc",
+    "DenseNet", "SyncBatchNorm", "densenet_bc", "make_efficient", "restore", "execution_plan",
     "densenet121", "densenet161", "densenet169", "densenet201", "densenet264",
 }  # fmt: skip
 
@@ -138,7 +138,7 @@ PUBLIC = {
 def test_public_names():
     """Kills: a public name lost, hidden, or public by accident."""
     assert PUBLIC <= set(efficient_densenet.__all__)
-    assert set(efficient_densenet.__all__) <= PUBLIC | {"make_efficient", "estimate_memory", "fit_batch_size"}
+    assert set(efficient_densenet.__all__) <= PUBLIC | {"dense_block", "estimate_memory", "fit_batch_size"}
     for name in efficient_densenet.__all__:
         assert getattr(efficient_densenet, name).__doc__, f"{name} has no docstring"
     assert efficient_densenet.__version__.count(".") == 2

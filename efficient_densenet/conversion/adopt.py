@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ..ops.dense_block import NormCall
 from ..ops.layout import behind_pointwise, in_format, is_channels_last
 from ..ops.modules import (
-    AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, NORMS, Parts, Tail, is_hooked, rectifies, why_no_stem, why_no_tail, why_plain,
+    AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, NORMS, Parts, Tail, is_hooked, rectifies, why_no_stem, why_no_tail,
+    why_plain,
 )  # fmt: skip
 from ..ops.runner import dtype_of, process_groups, run_fused
 from ..ops.stem import norm_relu_max_pool

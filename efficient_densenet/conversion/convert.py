@@ -12,13 +12,12 @@ from ..models import BlockPlan, DenseBlock, DenseNet
 from ..models.layers import mode_name
 from ..ops.modules import CONVOLUTIONS
 from ..ops.passes import choice
-from .adopt import ATTRIBUTES, Efficient, Row, Unit, children, efficient_class, is_row, plans_of, spans
-from .recognise import Refused, is_leaf, original
+from .adopt import ATTRIBUTES, Efficient, Row, Unit, children, closing, efficient_class, is_row, plans_of, spans
+from .recognise import Refused, is_leaf, is_norm, original
 
 # Where torch keeps what dense blocks are made of, of any kind; modules with other leaves are not tried.
-_LEAVES = tuple(
-    f"torch.nn.modules.{name}" for name in ("batchnorm", "instancenorm", "normalization", "activation", "conv", "dropout")
-)
+_KINDS = ("batchnorm", "instancenorm", "normalization", "activation", "conv", "dropout")
+_LEAVES = tuple(f"torch.nn.modules.{kind}" for kind in _KINDS)
 
 
 def make_efficient(module: nn.Module, mode: bool | str = True) -> nn.Module:
@@ -79,16 +78,39 @@ def restore(module: nn.Module) -> nn.Module:
 
 
 def execution_plan(module: nn.Module) -> list[BlockPlan]:
-    """For every dense block in a module: its name, the mode asked for, what runs, and why where the two differ."""
-    plans = []
+    """For every dense block in a module: its name, the mode asked for, what runs, and why where the two differ.
+
+    What looks like a dense block, but was not or cannot be converted, is listed with the reason.
+    """
+    plans: list[BlockPlan] = []
+    seen: set[nn.Module] = set()
     for name, one in _walk(module):
         if isinstance(one, DenseNet):
-            plans += [dataclasses.replace(plan, block=f"{name}.{plan.block}" if name else plan.block) for plan in one.execution_plan()]
+            plans += [dataclasses.replace(plan, block=_joined(name, plan.block)) for plan in one.execution_plan()]
         elif isinstance(one, DenseBlock):
             plans.append(one.plan(name))
+        elif is_row(one):
+            for first, layers in _blocks(one):
+                plans.append(_row_plan(_joined(name, first), layers))
+                seen.update(layers.values())
+        elif one in seen:
+            continue
         elif isinstance(one, Unit):
             plans.append(_unit_plan(name, one))
+        elif _is_candidate(one):
+            try:
+                plans_of(one)
+                plans.append(BlockPlan(name, "naive", "naive", "not converted"))
+            except Refused as refused:
+                if refused.near == 0:
+                    continue
+                plans.append(BlockPlan(name, "naive", "naive", str(refused)))
+            seen.update(one.modules())
     return plans
+
+
+def _joined(name: str, part: str) -> str:
+    return f"{name}.{part}" if name and part else name or part
 
 
 def _unit_plan(name: str, unit: Unit) -> BlockPlan:
@@ -101,6 +123,26 @@ def _unit_plan(name: str, unit: Unit) -> BlockPlan:
     weight = layers[0].conv1.weight
     runs = "lean" if mode == "lean" else "fused"
     return BlockPlan(name, mode, runs, "", runs == "fused", choice(weight.device, weight.dtype))
+
+
+def _blocks(row: nn.Module) -> list[tuple[str, dict[str, Unit]]]:
+    """The layers that stand next to each other in a Sequential, with the name of the first unless it is the only block."""
+    blocks: list[dict[str, Unit]] = [{}]
+    for key, module in row._modules.items():
+        if isinstance(module, Unit):
+            blocks[-1][key] = module
+        else:
+            blocks.append({})
+    blocks = [layers for layers in blocks if len(layers) > 1]
+    return [("" if len(blocks) == 1 else next(iter(layers)), layers) for layers in blocks]
+
+
+def _row_plan(name: str, layers: dict[str, Unit]) -> BlockPlan:
+    """Of layers that are children of a Sequential, as one block."""
+    each = {key: _unit_plan(name, unit) for key, unit in layers.items()}
+    reasons = [f"{key}: {plan.reason}" for key, plan in each.items() if plan.reason]
+    plain = next((plan for plan in each.values() if plan.runs == "naive"), None)
+    return dataclasses.replace(plain or next(iter(each.values())), reason="; ".join(reasons))
 
 
 def _why_not_convertible(module: nn.Module) -> str:
@@ -126,7 +168,7 @@ def _walk(module: nn.Module, name: str = "", seen: set | None = None) -> Iterato
         return
     for key, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, f"{name}.{key}" if name else key, seen)
+            yield from _walk(child, _joined(name, key), seen)
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -134,12 +176,10 @@ def _is_candidate(module: nn.Module) -> bool:
     if is_leaf(module) or is_row(module) or not module._modules:
         return False
     leaves = [one for one in module.modules() if is_leaf(one)]
-    norms = any("norm" in type(one).__module__.rpartition(".")[2] or isinstance(one, nn.modules.batchnorm._NormBase) for one in leaves)
+    norms = [one for one in leaves if is_norm(one) or type(one).__module__ in _LEAVES[1:3]]
     if not norms or not any(type(one) in CONVOLUTIONS for one in leaves):
         return False
-    return all(
-        type(one).__module__ in _LEAVES or isinstance(one, (nn.Identity, nn.modules.batchnorm._NormBase)) for one in leaves
-    )
+    return all(type(one).__module__ in _LEAVES or isinstance(one, nn.Identity) or is_norm(one) for one in leaves)
 
 
 def _find(module: nn.Module) -> tuple[list[tuple[nn.Module, dict]], list[nn.Module]]:
@@ -167,8 +207,8 @@ def _find(module: nn.Module) -> tuple[list[tuple[nn.Module, dict]], list[nn.Modu
                 continue
             found.append((one, {"_efficient_watched": watched, "_efficient_plans": plans}))
             inside.update(one.modules())
-    if not found and not own and not any(True for _ in _rows(module)):
-        nearest = max(near, key=lambda miss: miss[0], default=None)
+    nearest = max(near, key=lambda miss: miss[0], default=None)
+    if not found and not own and (nearest is not None and nearest[0] or not any(_transitions(module))):
         what = f"; nearest is {nearest[1]}: {nearest[2]}" if nearest else "; nothing in it has the parts of one"
         raise ValueError(f"no dense block was found in {type(module).__name__}{what}")
     return found, own
@@ -179,6 +219,14 @@ def _rows(module: nn.Module) -> Iterator[nn.Module]:
     for _, one in list(_walk(module)):
         if is_row(one) and _gains(one):
             yield one
+
+
+def _transitions(module: nn.Module) -> Iterator[bool]:
+    """For every Sequential, whether there is a transition in it."""
+    for _, row in _walk(module):
+        if is_row(row):
+            modules = children(row)
+            yield any(closing(modules, i)[0] is not None for i in range(len(modules)))
 
 
 def _gains(row: nn.Module) -> bool:

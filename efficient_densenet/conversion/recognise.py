@@ -1,7 +1,7 @@
 """What somebody else's module computes: whether it is a dense block, told by its own ``forward``.
 
-Neither class names nor child modules tell: a ReLU may be a function, shared, or part of the norm; dropout may be applied
-where no module stands; features are appended, prepended, or not returned at all. So a copy of the module is called with
+Neither class names nor child modules tell: a ReLU may be a function, shared, or part of the norm; dropout may be
+applied where no module stands; features are appended, prepended, or not returned at all. So a copy of the module is called with
 a value that stands for a tensor and writes down what happens to it: its ``forward`` runs, on modules that compute
 nothing. What comes out either is a dense block, layer by layer, or names the first thing that no dense block does. Then
 the module and the block function are both computed on a small input, and have to agree.
@@ -72,10 +72,15 @@ class Refused(Exception):
         self.near = near  # how much of a block was seen: for naming what came nearest
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm or an InstanceNorm of any kind, with whatever stands in it."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)
+
+
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is known by its type, and not by the code of its ``forward``."""
     kind = type(module)
-    if isinstance(module, nn.modules.batchnorm._NormBase):
+    if is_norm(module):
         return True
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     return kind.__module__.startswith("torch.nn.") and not isinstance(module, containers)
@@ -130,7 +135,7 @@ def original(kind: type) -> type:
 
 
 def copied(module: nn.Module, change: Callable[[nn.Module], None], memo: dict | None = None) -> nn.Module:
-    """A copy of a module tree for trying things out: its own containers, no hooks, whatever ``change`` makes of each."""
+    """A copy of a module tree for trying things out: own containers, no hooks, whatever ``change`` makes of each."""
     memo = {} if memo is None else memo
     if module in memo:
         return memo[module]
@@ -201,12 +206,12 @@ class _Record:
             return type(module).forward(module, *args, **kwargs)
         if len(args) != 1 or kwargs or type(args[0]) is not _Value:
             raise Refused(f"{name} is called with something else than features", len(self.layers))
-        if kind in (nn.Identity,):
+        if kind is nn.Identity:
             self.called.append(name)
             return args[0]
         if kind is nn.ReLU:
             return args[0].then("relu", name)
-        if isinstance(module, nn.modules.batchnorm._NormBase):
+        if is_norm(module):
             return args[0].then("norm", name)
         if kind in CONVOLUTIONS:
             return args[0].then("conv", name)
@@ -236,7 +241,7 @@ class _Value:
 
     def then(self, kind: str, what: object) -> _Value:
         if self._taken or self._number is not None:
-            self._record.refuse("reads a layer's output before it is complete")
+            self._record.refuse("does more with a layer's output than to concatenate it")
         self._taken = bool(self._steps)
         self._record.steps += 1
         return _Value(self._record, self._reads, (*self._steps, (kind, what)))
@@ -246,7 +251,7 @@ class _Value:
         if not self._steps:
             return self._reads
         if self._taken:
-            self._record.refuse("reads a layer's output before it is complete")
+            self._record.refuse("does more with a layer's output than to concatenate it")
         if self._number is None:
             self._record.layers.append(self)
             self._number = len(self._record.layers)
@@ -311,7 +316,8 @@ def _observe(unit: nn.Module) -> tuple[_Record, Any]:
         except Refused:
             raise
         except Exception as error:  # other people's code, on something that is no tensor
-            raise Refused(f"its forward cannot be followed: {type(error).__name__}: {error}", len(record.layers)) from None
+            why = f"its forward cannot be followed: {type(error).__name__}: {error}"
+            raise Refused(why, len(record.layers)) from None
     return record, result
 
 
@@ -361,7 +367,8 @@ def _layer(value: _Value, number: Callable[[str], int], unit: nn.Module) -> Laye
         else:
             rate, kind = what
     if steps:
-        raise Refused(f"{prefix}a {steps[0][0]} behind " + ("dropout" if dropout or rate else "its last convolution"), value._number)
+        last = "dropout" if dropout or rate else "its last convolution"
+        raise Refused(f"{prefix}a {steps[0][0]} behind {last}", value._number)
     return LayerPlan(label, tuple(norms), tuple(relus), tuple(convs), tuple(inside), dropout, rate, kind)
 
 
@@ -493,9 +500,9 @@ def _outcome(unit: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> lis
     # As they are behind the forward pass: checkpointed layers move theirs again as they are computed again.
     buffers = [buffer.clone() for buffer in unit.buffers()]
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device="cpu").view(out.shape)
-    gradients = torch.autograd.grad(out, [x, *unit.parameters()], weights, allow_unused=True)
-    gradients = [torch.zeros(()) if g is None else g for g in gradients]
-    return [out.detach(), *gradients, *buffers]
+    out.backward(weights)
+    gradients = (tensor.grad for tensor in (x, *unit.parameters()))
+    return [out.detach(), *(torch.zeros(()) if g is None else g for g in gradients), *buffers]
 
 
 def _check(unit: nn.Module, plan: UnitPlan) -> None:
