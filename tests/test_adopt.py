@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+import inspect
 import pickle
 import random
 import subprocess
@@ -17,6 +17,7 @@ from torch import nn
 
 import efficient_densenet
 from efficient_densenet import DenseNet, execution_plan, make_efficient, restore
+from efficient_densenet.conversion import adopt
 from efficient_densenet.memory import measure_step
 from families import FAMILIES, K, Functional, Net, SharedReLU, row, standard_transition
 from helpers import assert_same, assert_trains_like, buffers, images, norms, peer, toy, training_state
@@ -556,6 +557,123 @@ def test_a_layer_added_later():
         net.classifier = nn.Linear(26, 5).double()
     other.load_state_dict(model.state_dict())
     assert_trains_like(model, other, x, steps=2)
+
+
+@each_pick
+def test_block_arguments_by_name(name):
+    """Kills: another name for the argument of a block."""
+    model, other, _ = pair(name)
+    block = model.features.denseblock1
+    argument = list(inspect.signature(type(block).forward).parameters)[1]
+    x = images(2, 8, 6, 6)
+    torch.testing.assert_close(other.features.denseblock1(**{argument: x}), block(**{argument: x}))
+
+
+@each_pick
+def test_norms_synchronised_before_and_after(name):
+    """Kills: norms with a ReLU inside that are none of the known ones once synchronised."""
+    model, other, x = pair(name)
+    convert = efficient_densenet.SyncBatchNorm.convert_sync_batchnorm
+    for net in (convert(copy.deepcopy(other)), make_efficient(convert(copy.deepcopy(model)))):
+        assert runs(net) == {"fused"}
+        assert_trains_like(copy.deepcopy(model), net, x)
+
+
+@each_pick
+def test_hooks_on_whole_blocks(name):
+    """As for maps of what a network looks at: the blocks stay efficient. Kills: hooks that another call goes round."""
+    model, other, x = pair(name)
+    found = []
+    for net in (model, other):
+        seen = []
+        block1, block2 = net.features.denseblock1, net.features.denseblock2
+        block2.register_forward_hook(lambda module, args, out: (out.register_hook(seen.append), None)[1])
+        block1.register_full_backward_hook(lambda module, grads, out: seen.append(out[0]))
+        net(x).square().sum().backward()
+        found.append({str(i): grad for i, grad in enumerate(seen)})
+    assert len(found[0]) == 2 and runs(other) == {"fused"}
+    assert_same(*found)
+
+
+def test_features_in_a_list():
+    """timm's features_only, and torchvision's getters of layers and of nodes in a graph."""
+    model, other, x = pair("timm")
+    shape = {"features_only": True, "out_indices": (0, 1, 2), "num_classes": None}
+    nets = [ready(timm(**shape)), make_efficient(ready(timm(**shape)))]
+    assert runs(nets[1]) == {"fused"}
+
+    def forward(net, x):
+        return torch.cat([feature.flatten(1) for feature in net(x)], 1)
+
+    assert_trains_like(*nets, x, steps=2, forward=forward)
+    getter = peer("torchvision.models._utils").IntermediateLayerGetter
+    graphs = peer("torchvision.models.feature_extraction")
+    names = {"denseblock1": "a", "transition1": "b"}
+    for key, want in getter(model.features, names)(x).items():
+        got = getter(other.features, names)(x)[key]
+        torch.testing.assert_close(got, want)
+        assert got.stride() == want.stride()
+    assert graphs.get_graph_node_names(model) == graphs.get_graph_node_names(other)
+
+
+def test_a_transition_walked_through():
+    """As encoders for segmentation do: norm, ReLU, a skip, convolution, pooling."""
+    model, other, x = pair("torchvision")
+    found = []
+    for net in (model, other):
+        *stem, block, transition, second, _ = net.features.children()
+        for part in (*stem, block):
+            y = part(y) if part is not stem[0] else part(x)
+        skip = transition.relu(transition.norm(y))
+        out = second(transition.pool(transition.conv(skip)))
+        (out.sum() + skip.square().sum()).backward()
+        found.append({"out": out, "skip": skip, **{key: p.grad for key, p in net.named_parameters()}})
+    assert_same(*found)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    store = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@each_pick
+def test_averaged_and_distributed(name, group):
+    model, other, x = pair(name)
+    averaged = [torch.optim.swa_utils.AveragedModel(net) for net in (model, other)]
+    parallel = nn.parallel.DistributedDataParallel(other)
+    assert_same(training_state(model, x), training_state(other, x, forward=lambda net, x: parallel(x)))
+    for average, net in zip(averaged, (model, other), strict=True):
+        average.update_parameters(net)
+        average.update_parameters(net)
+    torch.testing.assert_close(averaged[1].eval()(x), averaged[0].eval()(x))
+    assert runs(averaged[1]) == {"fused"}
+
+
+@each_pick
+def test_fully_sharded(name, group, monkeypatch):
+    """Kills: a class on top of ours that ours is not found under; blocks that are plain once they are sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shard = pytest.importorskip("torch.distributed.fsdp").__dict__.get("fully_shard")
+    if shard is None:
+        pytest.skip("this torch has no fully_shard")
+    model, other, x = pair(name)
+    mesh = init_device_mesh("cpu", (1,))
+    for part in (other.features.denseblock1, other.features.transition1, other.features.denseblock2, other):
+        shard(part, mesh=mesh)
+    calls = []
+    run = adopt.run_fused
+    monkeypatch.setattr(adopt, "run_fused", lambda *args, **kwargs: calls.append(args) or run(*args, **kwargs))
+    outputs = [net(x) for net in (model, other)]
+    torch.testing.assert_close(*outputs)
+    assert len(calls) == 3
+    for out in outputs:
+        out.square().sum().backward()
+    for (key, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, msg=key)
 
 
 # --- Memory ---------------------------------------------------------------------------------------------------------

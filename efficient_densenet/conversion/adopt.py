@@ -63,11 +63,15 @@ def efficient_class(kind: type) -> type:
         forward.__code__, forward.__globals__, "_plain_forward", forward.__defaults__, forward.__closure__
     )
     plain.__annotations__, plain.__kwdefaults__ = forward.__annotations__, forward.__kwdefaults__
+    names = {}
     if forward is nn.Sequential.forward:
         base = Row
+    elif len(arguments := list(inspect.signature(forward).parameters.values())) == 2 and arguments[1].kind < 2:
+        base, code = Unit, Unit.forward.__code__.replace(co_varnames=("self", arguments[1].name))
+        names["forward"] = types.FunctionType(code, globals(), "forward")  # may be given its argument by name
     else:
-        base = Unit if len(inspect.signature(forward).parameters) == 2 else UnitOfMoreArguments
-    names = {
+        base = UnitOfMoreArguments
+    names |= {
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
         "__jit_ignored_attributes__": [*getattr(kind, "__jit_ignored_attributes__", []), *ATTRIBUTES],
         "_efficient_original": kind, "_plain_forward": plain,

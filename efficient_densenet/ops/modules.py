@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .overrides import PLAIN_TENSORS, as_plain, is_plain, why_other_type
 from .rebuild import in_a_transform
-from .sync_batch_norm import SyncBatchNorm
+from .sync_batch_norm import SyncBatchNorm, SyncBatchNormThen
 
 CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
@@ -204,11 +204,12 @@ def _why_other(module: nn.Module, name: str, types: tuple[type, ...]) -> str:
 
 
 def rectifies(norm: nn.Module) -> bool:
-    """Whether a norm is timm's, of BatchNorm and exactly a ReLU. This package does not import timm, and need not."""
+    """Whether a norm is timm's (or that synchronised), of BatchNorm and exactly a ReLU; without importing timm."""
     kind = type(norm)
     if kind.__module__ != "timm.layers.norm_act" or kind.__name__ not in ("BatchNormAct2d", "SyncBatchNormAct"):
-        return False
-    return type(norm._modules["act"]) is nn.ReLU and type(norm._modules["drop"]) is nn.Identity
+        if kind is not SyncBatchNormThen:
+            return False
+    return [type(part) for part in norm._modules.values() if type(part) is not nn.Identity] == [nn.ReLU]
 
 
 def _why_other_relu(relu: nn.Module | None, name: str) -> str:
