@@ -254,35 +254,38 @@ def without_data(value):
     return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def step_launches(target: str, name: str, dtype: torch.dtype, mode: str, precise: bool = False) -> list[launch.Launch]:
-    """Everything a training step launches."""
+def step_calls(name: str, dtype: torch.dtype) -> list[tuple]:
+    """Every call of an operator in a training step that rebuilds what it can; where, only sums' sizes depend on."""
     make, shape = STEPS[name]
-    planned = []
+    calls = []
 
     def recording(operator, cost):
-        plan = getattr(launch, operator.partition("::")[2]).plan
+        function = getattr(launch, operator.partition("::")[2])
 
         def record(*args):
-            planned.append(plan(*map(without_data, args)))
+            calls.append((function, *map(without_data, args)))
             return cost(*args)
 
         return record
 
     with torch.device("meta"):
-        model, x = make(efficient=mode).to(memory_format=torch.channels_last), torch.empty(shape)
+        model, x = make(efficient="lean").to(memory_format=torch.channels_last), torch.empty(shape)
     recorded = {operator: recording(operator, cost) for operator, cost in costs.COSTS.items()}
-    with planning(target, precise), mock.patch.dict(costs.COSTS, recorded):
+    with mock.patch.dict(costs.COSTS, recorded):
         count_step(model, x.to(memory_format=torch.channels_last), torch.sum, "cuda", dtype if dtype == HALF else None)
-    return planned
+    return calls
 
 
 def sweep(minutes: float, targets: list[str]) -> None:
     cases = {}
-    for target in targets:
-        for name in STEPS:
-            for dtype, precise in ((HALF, False), (FULL, False), (FULL, True)):
-                for mode in ("fused", "lean"):
-                    for planned in step_launches(target, name, dtype, mode, precise):
+    for name in STEPS:
+        for dtype in (HALF, FULL):
+            calls = step_calls(name, dtype)
+            for target in targets:
+                for precise in (False, True)[: 2 if dtype == FULL else 1]:
+                    with planning(target, precise):
+                        plans = [function.plan(*args) for function, *args in calls]
+                    for planned in plans:
                         for known in (True, False):
                             key = target, planned.kernel, planned.warps, planned.stages, *map(str, source(planned, known))
                             cases.setdefault(key, (target, name, dtype, planned, known))
