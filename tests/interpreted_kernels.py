@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from efficient_densenet.ops import costs, device
 from efficient_densenet.ops.passes import launch, proof, reference, tiles, triton
@@ -45,6 +46,25 @@ def trusted(monkeypatch, request):
     torch.set_num_threads(1)
     if "proving" not in request.keywords:
         monkeypatch.setattr(proof, "holds", lambda *args: True)
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch):
+    """Of every launch: that its loads ask for as many bytes as it says. Kills: a mask that the formula does not know."""
+    asked, load, run = [], InterpreterBuilder.create_masked_load, launch.run
+
+    def seen(self, pointers, mask, *args):
+        value = load(self, pointers, mask, *args)
+        asked.append(int(mask.data.sum()) * value.data.dtype.itemsize)
+        return value
+
+    def checked(what):
+        asked.clear()
+        run(what)
+        assert sum(asked) == what.loaded, what
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", seen)
+    monkeypatch.setattr(launch, "run", checked)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

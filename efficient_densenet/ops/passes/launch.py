@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ..costs import Cost, cost_of, nbytes
 from ..device import describe, is_assumed
+from ..overrides import is_fake
 from .vectors import wide_type
 
 VARIABLE = "EFFICIENT_DENSENET_KERNELS"  # "0": no kernels; "interpret": on CPU tensors, in Triton's interpreter
@@ -88,6 +90,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]  # the others
     warps: int
     stages: int
+    loaded: int  # bytes its loads ask for
 
 
 class Failed(RuntimeError):
@@ -129,7 +132,8 @@ def operator(schema: str, *fresh: str, **unless: str) -> Callable:
         def _(*args) -> Cost:
             given = dict(zip(names, args, strict=True))
             unread = {*fresh, *(x for x, needed in unless.items() if given[needed] is None or given[needed] is False)}
-            return Cost(read=sum(nbytes(t) for x, t in given.items() if isinstance(t, Tensor) and x not in unread))
+            read = sum(nbytes(t) for x, t in given.items() if isinstance(t, Tensor) and x not in unread)
+            return Cost(read=read, loaded=plan(*args).loaded)
 
         def launch(*args) -> None:
             run(plan(*args))
@@ -271,7 +275,7 @@ def together(x: Tensor, columns: int, first: int = 0, exact: bool = False) -> in
         exact: whether it has to divide ``columns`` as well.
     """
     size = x.element_size()
-    address = x.storage_offset() * size if x.is_meta else x.data_ptr()
+    address = x.storage_offset() * size if x.is_meta or is_fake(x) else x.data_ptr()
     pitch = x.stride(0) if x.dim() == 2 else 0
     bits = address // size | pitch | first | 16 // size
     width = bits & -bits
@@ -289,6 +293,38 @@ def _images(sizes: Sequence[int]) -> tuple[int, int, int]:
 
 def _strides(factor: Tensor | None) -> tuple[int, int, int, int]:
     return (1, 0, 0, 0) if factor is None else (factor.shape[1], *factor.stride())
+
+
+# What loads ask for
+
+
+def _up(n: int, unit: int) -> int:
+    return cdiv(n, unit) * unit
+
+
+def _wide(x: Tensor) -> int:
+    """Bytes of a number in a vector or a sum."""
+    return wide_type(x.dtype).itemsize
+
+
+def _size(x: Tensor | None) -> int:
+    return 0 if x is None else x.element_size()
+
+
+def _inside(m: int, sizes: tuple[int, ...], taps: tuple[int, ...]) -> int:
+    """How many of the taps of a padded convolution at m pixels lie inside their image."""
+    near = (sum(max(size - abs(t - tap // 2), 0) for t in range(tap)) for size, tap in zip(sizes, taps, strict=True))
+    return m // math.prod(sizes) * math.prod(near)
+
+
+def _pooled_taps(sizes, pooled, window: dict[str, int]) -> list[list[int]]:
+    """For each axis, how many taps of each window lie inside the image."""
+    found = []
+    for size, number, axis in zip(sizes, pooled, "DHW", strict=True):
+        taps, step, before, apart = (window[what + axis] for what in "KSPD")
+        starts = [o * step - before for o in range(number)]
+        found.append([sum(0 <= start + t * apart < size for t in range(taps)) for start in starts])
+    return found
 
 
 def _constants(x: Tensor, tile: Tile, product: bool = True, **constants) -> dict[str, Any]:
@@ -318,8 +354,11 @@ def norm_relu_product(x, scale, shift, weight, bias, out, part, sizes, pool):
         VX=together(x, c), VS=min(together(scale, c), together(shift, c)), VW=together(weight, c, exact=True),
         VO=together(out, n, exact=True),
     )  # fmt: skip
-    programs = cdiv(m, t.rows) * cdiv(n, t.columns)
-    return Launch("norm_relu_product", programs, arguments, constants, t.warps, t.stages)
+    blocks, chunks = cdiv(m, t.rows), cdiv(n, t.columns)
+    loaded = blocks * chunks * 2 * _up(c, constants["VS"]) * _wide(x)
+    loaded += chunks * pd * ph * pw * m * _up(c, constants["VX"]) * _size(x)
+    loaded += blocks * n * (_up(c, constants["VW"]) * _size(weight) + _size(bias))
+    return Launch("norm_relu_product", blocks * chunks, arguments, constants, t.warps, t.stages, loaded)
 
 
 @operator(
@@ -340,8 +379,12 @@ def norm_relu_conv(x, scale, shift, weight, bias, factor, out, part, sizes):
         VX=together(x, c), VS=min(together(scale, c), together(shift, c)), VW=together(weight[0, 0, 0], c, exact=True),
         VO=together(out, k, exact=True),
     )  # fmt: skip
-    programs = cdiv(m, t.rows) * cdiv(k, t.columns)
-    return Launch("norm_relu_conv", programs, arguments, constants, t.warps, t.stages)
+    blocks, chunks, taps = cdiv(m, t.rows), cdiv(k, t.columns), td * th * tw
+    loaded = blocks * chunks * taps * 2 * _up(c, constants["VS"]) * _wide(x)
+    loaded += chunks * _inside(m, _images(sizes), (td, th, tw)) * _up(c, constants["VX"]) * _size(x)
+    loaded += blocks * k * (taps * _up(c, constants["VW"]) * _size(weight) + _size(bias))
+    loaded += m * _up(k, constants["VO"]) * _size(factor)
+    return Launch("norm_relu_conv", blocks * chunks, arguments, constants, t.warps, t.stages, loaded)
 
 
 @operator(
@@ -370,12 +413,25 @@ def conv_gradient(
         VG=min(together(g, k), together(y, k)), VW=together(weight[0, 0, 0], c, exact=True), VX=together(x, c), VO=vo,
         WM=w.rows, WC=w.columns, WK=w.inner,
     )  # fmt: skip
-    programs = 0
+    taps, inside = td * th * tw, _inside(m, _images(sizes), (td, th, tw))
+    corrects = slope is not None
+    row = (1 + corrects) * _up(k, constants["VG"]) * _size(g) + k * _size(factor)  # of dy
+    level = corrects * 3 * k * _wide(x)
+    wide_row = _up(c, constants["VX"]) * _size(x)
+    programs = loaded = 0
     if sums is not None:
-        programs += cdiv(m, t.rows) * cdiv(c, t.columns)
+        blocks, chunks = cdiv(m, t.rows), cdiv(c, t.columns)
+        programs += blocks * chunks
+        loaded += chunks * (blocks * taps * level + inside * row) + m * wide_row
+        loaded += blocks * (taps * k * _up(c, constants["VW"]) * _size(weight) + 3 * c * _wide(x))
+        if constants["ADD"]:
+            loaded += m * (_up(c, vo) - first) * _size(x)
     if dw is not None:
-        programs += dw.shape[0] * td * th * tw * cdiv(c, w.columns) * cdiv(k, w.inner)
-    return Launch("conv_gradient", programs, arguments, constants, t.warps, t.stages)
+        parts, chunks, k_chunks = dw.shape[0], cdiv(c, w.columns), cdiv(k, w.inner)
+        programs += parts * taps * chunks * k_chunks
+        loaded += taps * (parts * (k_chunks * 2 * c * _wide(x) + chunks * level) + chunks * m * row)
+        loaded += dweight * k_chunks * inside * wide_row
+    return Launch("conv_gradient", programs, arguments, constants, t.warps, t.stages, loaded)
 
 
 @operator(
@@ -403,8 +459,13 @@ def product_gradient(
         VX=vx, VG=vg, VB=min(together(b, n, exact=True), together(dz2, n, exact=True)),
         VW=together(weight, c, exact=True),
     )  # fmt: skip
-    programs = cdiv(m, split_rows) * cdiv(c, t.columns)
-    return Launch("product_gradient", programs, arguments, constants, t.warps, t.stages)
+    parts, chunks, corrects = cdiv(m, split_rows), cdiv(c, t.columns), slope2 is not None
+    loaded = parts * (3 * c + chunks * (1 + 3 * corrects) * n) * _wide(x)
+    loaded += parts * n * _up(c, constants["VW"]) * _size(weight)
+    loaded += m * _size(x) * (chunks * (1 + corrects) * _up(n, constants["VB"]) + _up(c, vx))
+    if g is not None and sums is not None:
+        loaded += m * (_up(c, vx) - first) * _size(x)
+    return Launch("product_gradient", parts * chunks, arguments, constants, t.warps, t.stages, loaded)
 
 
 @operator("statistics(Tensor x, Tensor(a!) part)", "part")
@@ -413,7 +474,8 @@ def statistics(x, part):
     t = tile("statistics", x.dtype, c, 0, x.device)
     constants = _constants(x, t, product=False, VX=together(x, c))
     programs = cdiv(m, t.rows) * cdiv(c, t.columns)
-    return Launch("statistics", programs, (x, x.stride(0), part, m, c), constants, t.warps, t.stages)
+    loaded = m * _up(c, constants["VX"]) * _size(x)
+    return Launch("statistics", programs, (x, x.stride(0), part, m, c), constants, t.warps, t.stages, loaded)
 
 
 @operator("norm_relu(Tensor x, Tensor scale, Tensor shift, Tensor(a!) out)", "out")
@@ -422,8 +484,9 @@ def norm_relu(x, scale, shift, out):
     t = tile("norm_relu", x.dtype, c, 0, x.device)
     constants = _constants(x, t, product=False, VX=together(x, c), VO=together(out, c, exact=True))
     arguments = x, x.stride(0), scale, shift, out, out.stride(0), m, c
-    programs = cdiv(m, t.rows) * cdiv(c, t.columns)
-    return Launch("norm_relu", programs, arguments, constants, t.warps, t.stages)
+    blocks = cdiv(m, t.rows)
+    loaded = m * _up(c, constants["VX"]) * _size(x) + blocks * 2 * c * _wide(x)
+    return Launch("norm_relu", blocks * cdiv(c, t.columns), arguments, constants, t.warps, t.stages, loaded)
 
 
 @operator(
@@ -447,8 +510,10 @@ def norm_relu_gradient(x, scale, shift, mean, dp, g, sums, sizes, pool, first, s
         x, t, product=False, PD=pd, PH=ph, PW=pw, WRITE=g is not None, SCALED=scaled, POOLED=pooled,
         VX=together(x, c), VP=vp, VG=vg,
     )  # fmt: skip
-    programs = sums.shape[0] * cdiv(c, t.columns)
-    return Launch("norm_relu_gradient", programs, arguments, constants, t.warps, t.stages)
+    parts = sums.shape[0]
+    loaded = n * image * (pd * ph * pw * _up(c, constants["VX"]) * _size(x) + (_up(c, vp) if vp else c) * _size(dp))
+    loaded += parts * 3 * c * _wide(x)
+    return Launch("norm_relu_gradient", parts * cdiv(c, t.columns), arguments, constants, t.warps, t.stages, loaded)
 
 
 def _windows(window: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -474,8 +539,11 @@ def norm_relu_max_pool(x, scale, shift, out, sizes, pooled, kernel, stride, padd
         VO=together(out, c, exact=True),
     )  # fmt: skip
     arguments = x, x.stride(0), scale, shift, out, out.stride(0), m, c, *_images(sizes), *_images(pooled)
-    programs = cdiv(m, t.rows) * cdiv(c, t.columns)
-    return Launch("norm_relu_max_pool", programs, arguments, constants, t.warps, t.stages)
+    blocks = cdiv(m, t.rows)
+    taps = _pooled_taps(_images(sizes), _images(pooled), constants)
+    inside = m // math.prod(pooled) * math.prod(map(sum, taps))
+    loaded = inside * _up(c, constants["VX"]) * _size(x) + blocks * 2 * c * _wide(x)
+    return Launch("norm_relu_max_pool", blocks * cdiv(c, t.columns), arguments, constants, t.warps, t.stages, loaded)
 
 
 @operator(
@@ -497,8 +565,13 @@ def norm_relu_max_pool_gradient(
         x, t, product=False, **_windows((kernel, stride, padding, dilation)), VX=together(x, c), VP=together(dp, c),
         VO=together(dz, c, exact=True),
     )  # fmt: skip
-    programs = sums.shape[0] * cdiv(c, t.columns)
-    return Launch("norm_relu_max_pool_gradient", programs, arguments, constants, t.warps, t.stages)
+    parts, n = sums.shape[0], m // math.prod(sizes)
+    taps = _pooled_taps(_images(sizes), _images(pooled), constants)
+    again = n * math.prod(sum(t * t for t in axis) for axis in taps)  # each tap finds its window's largest
+    loaded = (again + m) * _up(c, constants["VX"]) * _size(x) + parts * 3 * c * _wide(x)
+    loaded += n * math.prod(map(sum, taps)) * _up(c, constants["VP"]) * _size(dp)
+    programs = parts * cdiv(c, t.columns)
+    return Launch("norm_relu_max_pool_gradient", programs, arguments, constants, t.warps, t.stages, loaded)
 
 
 @operator(
@@ -513,8 +586,10 @@ def correct(x, g, scale, slope, level, mean, out):
         VX=together(x, c), VG=together(g, c), VO=together(out, c, exact=True),
     )  # fmt: skip
     arguments = x, x.stride(0), g, g.stride(0), scale, slope, level, mean, out, out.stride(0), m, c
-    programs = cdiv(m, t.rows) * cdiv(c, t.columns)
-    return Launch("correct", programs, arguments, constants, t.warps, t.stages)
+    blocks, corrects = cdiv(m, t.rows), slope is not None
+    loaded = m * (_up(c, constants["VG"]) + corrects * _up(c, constants["VX"])) * _size(x)
+    loaded += blocks * (constants["SCALED"] + 3 * corrects) * c * _wide(x)
+    return Launch("correct", blocks * cdiv(c, t.columns), arguments, constants, t.warps, t.stages, loaded)
 
 
 @operator(
@@ -530,7 +605,8 @@ def fold(mean, var, gamma, beta, part, copy, r, scale, shift, m, part_rows, star
         "EPS": eps, "MERGE": part is not None, "HAS_GAMMA": gamma is not None, "HAS_BETA": beta is not None,
         "BATCH": copy is None, "BP": 128, "BC": 8, "ACC": scale.dtype,
     }  # fmt: skip
-    return Launch("fold", cdiv(c, 8), arguments, constants, 4, 1)
+    loaded = 2 * (c - k) * _size(mean) + c * (_size(gamma) + _size(beta)) + 3 * parts * k * _size(part)
+    return Launch("fold", cdiv(c, 8), arguments, constants, 4, 1, loaded)
 
 
 @operator(
@@ -551,7 +627,8 @@ def finish_gradient(sums, r, scale, dgamma, dbeta, slope, level, dw, out, dbias,
         "TAPS": taps, "NORM": sums is not None, "BATCH": slope is not None, "WEIGHT": out is not None,
         "BIAS": dbias is not None, "BP": 128, "BV": 8, "BS": 16, "BE": 128, "ACC": r.dtype,
     }  # fmt: skip
-    return Launch("finish_gradient", cdiv(c, 8) + cdiv(width, 128), arguments, constants, 4, 1)
+    loaded = ((2 * parts + 1) * c + constants["BATCH"] * 3 * c) * _size(sums) + (0 if dw is None else nbytes(dw))
+    return Launch("finish_gradient", cdiv(c, 8) + cdiv(width, 128), arguments, constants, 4, 1, loaded)
 
 
 @operator(
@@ -568,4 +645,5 @@ def finish_and_product(
     then = norm_relu_product.plan(x, xscale, xshift, weight, bias, product, None, [1], [1])
     arguments = *first.arguments, first.programs, *then.arguments
     constants = first.constants | then.constants
-    return Launch("finish_and_product", first.programs + then.programs, arguments, constants, then.warps, then.stages)
+    programs, loaded = first.programs + then.programs, first.loaded + then.loaded
+    return Launch("finish_and_product", programs, arguments, constants, then.warps, then.stages, loaded)
