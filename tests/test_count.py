@@ -150,10 +150,10 @@ def test_storages_from_before_stay_and_the_peak_has_parts():
         tracker.move("forward", "kept")
         tracker.phase = "backward"
         kept.neg().neg()
-        assert tracker.peak_parts == {"weights": BYTES, "kept": BYTES, "backward": 2 * BYTES}
+        assert tracker.worst().parts == {"weights": BYTES, "kept": BYTES, "backward": 2 * BYTES}
         seen_late.sum()
     assert tracker.before_bytes == 3 * BYTES and tracker.peak_bytes == 6 * BYTES
-    assert tracker.peak_parts == {"weights": BYTES, "kept": BYTES, "backward": 2 * BYTES, "before": 2 * BYTES}
+    assert tracker.worst().parts == {"weights": BYTES, "kept": BYTES, "backward": 2 * BYTES, "before": 2 * BYTES}
     assert set(tracker.operators) == {("forward", "aten::relu"), ("backward", "aten::neg"), ("backward", "aten::sum")}
     assert tracker.total("forward").launches == 1 and tracker.total().launches == 4
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..ops.device import H200, assume, describe, is_assumed
 from .backward import backward
+from .rules import views_by_their_kernel
 from .tracker import Tracker, Traffic
 
 
@@ -78,7 +79,7 @@ def count_step(
         device = torch.device("cuda", 0)
     tracker = Tracker(device.type)
     with without_data(device):
-        model, x = on(model, device), _empty_like(x, device)
+        model, x = on(model, device), empty_like(x, device)
         tracker.adopt([*model.parameters(), *model.buffers(), x])
         with tracker:
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
@@ -113,6 +114,7 @@ def without_data(device: torch.device) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch._C, "_select_conv_backend", select))
         if device.type == "cuda" and not is_assumed(device):
             stack.enter_context(assume(H200 if absent else describe(device)))
+        stack.enter_context(views_by_their_kernel())
         stack.enter_context(fake)
         yield
 
@@ -132,15 +134,29 @@ def _in_half_precision(select: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
-def on(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of the model with fake parameters and buffers of the same shapes, types and strides on ``device``."""
-    memo = {}
+def on(
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    memo: dict[int, Any] | None = None,
+) -> nn.Module:
+    """A copy of the model with fake parameters and buffers of the same shapes and strides on ``device``.
+
+    Args:
+        model: on any device.
+        device: of the copies.
+        dtype: of those that are floating-point; by default their own.
+        memo: takes the copies, by ``id`` of what they are of.
+    """
+    memo = {} if memo is None else memo
     for tensor in (*model.parameters(), *model.buffers()):
-        fake = _empty_like(tensor, device)
+        fake = empty_like(tensor, device, dtype)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     return copy.deepcopy(model, memo)
 
 
-def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+def empty_like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of the same shape, strides and ``requires_grad`` on ``device``; if floating-point, of that ``dtype``."""
+    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     return empty.requires_grad_(tensor.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..ops.costs import COSTS, IMPLEMENTATIONS, Cost, nbytes
+from .rules import by_rule
 
 # Operators that launch nothing, besides views (which their schema tells).
 _FREE = {
@@ -72,10 +74,30 @@ class Traffic:
 
 
 @dataclass
-class _Storage:
-    reference: weakref.ref
-    size: int
+class Life:
+    """Of one storage.
+
+    Attributes:
+        part: what it counts as.
+        phase: in which it was born.
+        size: its bytes.
+        born, died: events before and at which it was there, counted from 1; 0 for what was there before.
+    """
+
     part: str
+    phase: str
+    size: int
+    born: int
+    died: float = math.inf
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The worst moment: the bytes that were there, by part, and the phase it fell into."""
+
+    bytes: int
+    parts: dict[str, int]
+    phase: str
 
 
 class Tracker(TorchDispatchMode):
@@ -89,13 +111,13 @@ class Tracker(TorchDispatchMode):
 
     Args:
         device_type: ``"cuda"`` or ``"cpu"``.
+        granularity: sizes of storages are rounded up to multiples of so many bytes.
 
     Attributes:
         phase: what is going on, a word of the caller's, by which operators and new storages are booked.
         operators: :class:`Traffic` by phase and operator.
-        live_bytes, peak_bytes: of all storages now, and at their most.
-        peak_parts: what the peak was made of, by part: the phase of birth, or what :meth:`adopt` and :meth:`move` said.
-        before_bytes: of adopted storages.
+        lives: of all storages, from the first to the last, those with a size.
+        live_bytes, before_bytes: of all storages now, and of adopted ones.
 
     Example:
         >>> with Tracker("cpu") as tracker:
@@ -104,17 +126,40 @@ class Tracker(TorchDispatchMode):
         (2, 8000, 4000)
     """
 
-    def __init__(self, device_type: str):
+    def __init__(self, device_type: str, granularity: int = 1):
         super().__init__()
         self.device_type = device_type
+        self.granularity = granularity
         self.phase = "forward"
         self.operators: dict[tuple[str, str], Traffic] = {}
-        self.live_bytes = self.peak_bytes = self.before_bytes = 0
-        self.peak_parts: dict[str, int] = {}
-        self._parts: Counter[str] = Counter()
-        self._storages: dict[int, _Storage] = {}
+        self.lives: list[Life] = []
+        self.live_bytes = self.before_bytes = 0
+        self._events = 0
+        self._storages: dict[int, tuple[Any, Life]] = {}
 
     # Storages
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was there at one moment."""
+        return self.worst().bytes
+
+    def worst(self) -> Moment:
+        """The moment at which the most was there, the first of them."""
+        changes: Counter[int] = Counter()
+        for life in self.lives:
+            changes[life.born] += life.size
+            changes[life.died] -= life.size
+        most = live = at = 0
+        for event in sorted(changes):
+            live += changes[event]
+            if live > most:
+                most, at = live, event
+        there = [life for life in self.lives if life.born <= at < life.died]
+        parts: Counter[str] = Counter()
+        for life in there:
+            parts[life.part] += life.size
+        return Moment(most, dict(parts), max(there, key=lambda life: life.born).phase if there else self.phase)
 
     def adopt(self, tensors: Iterable[Tensor | None], part: str = "before") -> None:
         """Storages that were there before: counted in the peak, as a part of their own, and never given back."""
@@ -124,21 +169,42 @@ class Tracker(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata in self._storages:
                 continue
-            size = storage.nbytes()
             # The storage itself instead of a weak reference: its address must not be given to another.
-            self._storages[storage._cdata] = _Storage(storage, size, part)
-            self.before_bytes += size
-            self.live_bytes += size
-            self.peak_bytes += size  # as it was there then, too
-            self._parts[part] += size
-            self.peak_parts[part] = self.peak_parts.get(part, 0) + size
+            life = self._new_life(part, storage.nbytes(), born=0)
+            self._storages[storage._cdata] = storage, life
+            self.before_bytes += life.size
 
     def move(self, part: str, to: str) -> None:
-        """From now on what is alive of one part counts as another: what the forward pass leaves, as kept."""
-        for storage in self._storages.values():
-            if storage.part == part:
-                storage.part = to
-        self._parts[to] += self._parts.pop(part, 0)
+        """What is alive of one part counts as another, from its birth on: what the forward pass leaves, as kept."""
+        for _, life in self._storages.values():
+            if life.part == part:
+                life.part = to
+
+    def mark(self, tensors: Iterable[Tensor | None], part: str, from_the_start: bool = False) -> None:
+        """Tensors that are alive count as a part of their own; ``from_the_start``: as if they had always been there."""
+        for tensor in tensors:
+            if tensor is not None and (known := self._storages.get(tensor.untyped_storage()._cdata)):
+                known[1].part = part
+                if from_the_start:
+                    known[1].born = 0
+
+    def _new_life(self, part: str, size: int, born: int) -> Life:
+        life = Life(part, self.phase, self._rounded(size), born)
+        if size:
+            self.lives.append(life)
+            self.live_bytes += life.size
+        return life
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.granularity) * self.granularity
+
+    def _event(self) -> int:
+        self._events += 1
+        return self._events
+
+    def _end(self, life: Life) -> None:
+        life.died = self._event()
+        self.live_bytes -= life.size
 
     def _see(self, tensor: Tensor) -> None:
         """A storage is born, or has another size than before."""
@@ -146,22 +212,12 @@ class Tracker(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         known = self._storages.get(key)
         if known is None:
-            known = _Storage(weakref.ref(storage, lambda _: self._bury(key)), 0, self.phase)
-            self._storages[key] = known
-        if size != known.size:
-            self._change(known.part, size)  # a storage that grows is a new one beside the old
-            self._change(known.part, -known.size)
-            known.size = size
-
-    def _bury(self, key: int) -> None:
-        storage = self._storages.pop(key)
-        self._change(storage.part, -storage.size)
-
-    def _change(self, part: str, size: int) -> None:
-        self.live_bytes += size
-        self._parts[part] += size
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_parts = self.live_bytes, dict(self._parts)
+            reference = weakref.ref(storage, lambda _: self._end(self._storages.pop(key)[1]))
+            self._storages[key] = reference, self._new_life(self.phase, size, self._event())
+        elif self._rounded(size) != known[1].size:  # a storage that grows is a new one beside the old
+            reference, life = known
+            self._storages[key] = reference, self._new_life(life.part, size, self._event())
+            self._end(life)
 
     # Operators
 
@@ -180,7 +236,9 @@ class Tracker(TorchDispatchMode):
         if not name.startswith("aten::lift"):  # what is lifted was born inside torch.tensor
             self.adopt(before)
         try:
-            result = func(*args, **kwargs)
+            result = by_rule(func, args, kwargs)
+            if result is None:
+                result = func(*args, **kwargs)
         except RuntimeError:
             if name != "aten::_local_scalar_dense":
                 raise
@@ -190,6 +248,8 @@ class Tracker(TorchDispatchMode):
         for tensor in after:
             if tensor.device.type == self.device_type:
                 self._see(tensor)
+        if self.device_type == "cpu" and (inside := _columns(name, args)):
+            self._end(self._new_life(self.phase, inside, self._event()))
         if not (func.is_view or name in _FREE):
             self._book(func, args, kwargs, before, after)
         return result
@@ -222,6 +282,31 @@ class Tracker(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _columns(name: str, args: tuple) -> int:
+    """Bytes of the unfolded input that torch's own convolutions on the CPU work in.
+
+    They run where oneDNN does not: in float64, for a single volume, for small images with one thread.
+    """
+    if name == "aten::convolution":
+        x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
+    elif name == "aten::convolution_backward":
+        _, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, _ = args
+        bias = None
+    else:
+        return 0
+    kernel = weight.shape[2:].numel()
+    select = getattr(torch._C, "_select_conv_backend", None)
+    if kernel == 1 or select is None:
+        return 0
+    backend = select(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    if getattr(backend, "name", "") not in ("Slow2d", "Slow3d"):
+        return 0
+    pixels = 1
+    for size, taps, step, pad in zip(x.shape[2:], weight.shape[2:], stride, padding, strict=True):
+        pixels *= (size + 2 * pad - taps) // step + 1
+    return len(x) * pixels * weight.shape[1] * kernel * x.element_size()
 
 
 def _launches(name: str, args: tuple, touched: int) -> int:
