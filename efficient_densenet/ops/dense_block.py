@@ -85,10 +85,15 @@ class LayerCall:
     norm2: NormCall | None
     drop_rate: float
     factor: Tensor | None = None  # dropout's factors, ``(N, k, *spatial)``, where they have been drawn already
+    channel_wise: bool = False  # whether dropout drops whole channels of an image
 
     @property
     def num_parameters(self) -> int:
-        return 3 if self.norm2 is None else 6
+        return 4 if self.norm2 is None else 8
+
+    def noise(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of dropout's factors for new features of this shape, ``(N, k, *spatial)``."""
+        return (*shape[:2], *(1 for _ in shape[2:])) if self.channel_wise else tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,17 @@ class TailCall:
 
 @dataclass(frozen=True)
 class BlockCall:
+    """A dense block in this forward.
+
+    ``new_first``: new features stand before all that a layer has read, not behind. ``new_only``: the input is no part
+    of what the block gives; without a tail.
+    """
+
     layers: tuple[LayerCall, ...]
     tail: TailCall | None
     keep_conv1: bool
+    new_first: bool = False
+    new_only: bool = False
 
     @property
     def norms(self) -> list[NormCall]:
@@ -132,7 +145,10 @@ class BlockCall:
         return max((i for i, norm in enumerate(readers) if norm.batch), default=-1)
 
     def split(self, parameters: Sequence) -> tuple[list[Sequence], Sequence]:
-        """The parameters by layer, and the tail's: gamma, beta, weight of one norm and convolution after another."""
+        """The parameters by layer, and the tail's: gamma, beta, weight, bias of a norm and a convolution each.
+
+        A tail without convolution has two; what a norm or convolution lacks is None.
+        """
         groups, start = [], 0
         for layer in self.layers:
             groups.append(parameters[start : start + layer.num_parameters])
@@ -155,23 +171,29 @@ def dense_block_reference(x: Tensor, call: BlockCall, parameters: Sequence[Tenso
         return F.relu(batch_norm_reference(x, gamma, beta, statistics, norm.eps, norm.group))
 
     conv = F.conv2d if x.dim() == 4 else F.conv3d
+
+    def convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else bias.to(x.dtype)
+        return conv(x, weight.to(x.dtype), bias, padding=tuple(t // 2 for t in weight.shape[2:]))
+
     groups, tail_parameters = call.split(parameters)
     features = [x]
     for layer, p, kept in zip(call.layers, groups, folded.layers, strict=True):
         y = norm_relu(torch.cat(features, 1), layer.norm1, *p[:2], kept.norm1)
         if layer.norm2 is not None:
-            y = norm_relu(conv(y, p[2].to(x.dtype)), layer.norm2, *p[3:5], kept.norm2)
-        weight = p[-1].to(x.dtype)
-        y = conv(y, weight, padding=tuple(t // 2 for t in weight.shape[2:]))
+            y = norm_relu(convolved(y, *p[2:4]), layer.norm2, *p[4:6], kept.norm2)
+        y = convolved(y, *p[-2:])
         if layer.drop_rate:
-            y = y * draw_dropout(y.shape, y.dtype, y.device, layer.drop_rate, kept.random_state)
-        features.append(y)
+            y = y * draw_dropout(layer.noise(y.shape), y.dtype, y.device, layer.drop_rate, kept.random_state)
+        features.insert(0 if call.new_first else len(features), y)
+    if call.new_only:
+        features.remove(x)
     out = torch.cat(features, 1)
     if call.tail is not None:
         out = norm_relu(out, call.tail.norm, *tail_parameters[:2], folded.tail)
         if call.tail.pool is not None:
             pool = F.avg_pool2d if x.dim() == 4 else F.avg_pool3d
-            out = pool(conv(out, tail_parameters[2].to(x.dtype)), call.tail.pool)
+            out = pool(convolved(out, *tail_parameters[2:]), call.tail.pool)
     return out
 
 
@@ -216,7 +238,10 @@ class _Kept:
 
 
 class _Geometry:
-    """A block's buffer as a matrix, and which of its columns, or of the statistics', belong to whom."""
+    """A block's buffer as a matrix, and which of its columns, or of the statistics', belong to whom.
+
+    The features of a layer stand behind what it has read; with ``new_first`` before it, the input at the end.
+    """
 
     def __init__(self, features: Tensor, channels: int, call: BlockCall, groups: Sequence[Sequence[Tensor]]):
         self.features, self.rows = features, as_rows(features)
@@ -224,21 +249,31 @@ class _Geometry:
         self.dtype, self.device = features.dtype, features.device
         self.passes = implementation(self.device, self.dtype)
         self.scratch = Scratch(self.device)
-        self._starts = list(itertools.accumulate((p[-1].shape[0] for p in groups), initial=channels))
-        self.total = self._starts[-1]
+        self._read = list(itertools.accumulate((p[-2].shape[0] for p in groups), initial=channels))
+        self.total, self._new_first = self._read[-1], call.new_first
         widths = (0 if layer.norm2 is None else p[2].shape[0] for layer, p in zip(call.layers, groups, strict=True))
         self._inner = list(itertools.accumulate(widths, initial=self.total))
         self.channels = self._inner[-1]
-        # How many channels norms read through the batch's statistics.
-        self.through_statistics = self._starts[call.last_reader] if call.last_reader >= 0 else 0
+        # The channels that norms read through the batch's statistics.
+        self.through_statistics = self.read(call.last_reader) if call.last_reader >= 0 else (0, 0)
 
     def read(self, i: int) -> tuple[int, int]:
         """The channels that layer ``i`` reads; the tail counts as a layer."""
-        return 0, self._starts[i]
+        return (self.total - self._read[i], self.total) if self._new_first else (0, self._read[i])
 
     def own(self, i: int) -> tuple[int, int]:
         """The channels that layer ``i`` writes."""
-        return self._starts[i], self._starts[i + 1]
+        start, stop = self._read[i], self._read[i + 1]
+        return (self.total - stop, self.total - start) if self._new_first else (start, stop)
+
+    def new(self) -> tuple[int, int]:
+        """The channels that layers write."""
+        return (0, self.read(0)[0]) if self._new_first else (self._read[0], self.total)
+
+    def has_statistics(self, start: int, stop: int) -> bool:
+        """Whether norms read these channels of the block's features through the batch's statistics."""
+        first, end = self.through_statistics
+        return first <= start and stop <= end
 
     def inner(self, i: int) -> tuple[int, int]:
         """The channels between its convolutions, which stand behind the block's in its statistics."""
@@ -249,11 +284,11 @@ class _Geometry:
         return self.scratch.take(name, self.rows.shape[0], width, self.dtype)
 
     def factor(self, i: int, layer: LayerCall, state: Tensor | None) -> Tensor | None:
-        """Dropout's factors for what layer ``i`` writes, as the passes take them, ``(n, hw, k)``."""
+        """Dropout's factors for what layer ``i`` writes, as the passes take them, ``(n, hw, k)`` or ``(n, 1, k)``."""
         factor = layer.factor
         if layer.drop_rate:
             start, stop = self.own(i)
-            shape = (self.features.shape[0], stop - start, *self.sizes)
+            shape = layer.noise((self.features.shape[0], stop - start, *self.sizes))
             factor = draw_dropout(shape, self.dtype, self.device, layer.drop_rate, state)
         return None if factor is None else factor.flatten(2).transpose(1, 2)
 
@@ -283,7 +318,7 @@ class _Forward:
     def run(self) -> Tensor:
         of = self.of
         start, stop = of.read(0)
-        if of.through_statistics:
+        if of.has_statistics(start, stop):
             place = self.statistics[:, start:stop]
             self.take(start, place, of.passes.statistics(columns(of.rows, start, stop), place, of.scratch))
         for i, (layer, p) in enumerate(zip(self.call.layers, self.groups, strict=True)):
@@ -304,14 +339,14 @@ class _Forward:
             else:
                 b = of.matrix("b", stop - start)
             place = self.statistics[:, start:stop] if layer.norm2.batch else None
-            self.take(start, place, passes.conv1x1_forward(source, norm, p[2], None, b, place, of.scratch))
-            kept.norm2 = norm = self.fold(layer.norm2, p[3], p[4], start, stop)
+            self.take(start, place, passes.conv1x1_forward(source, norm, *p[2:4], b, place, of.scratch))
+            kept.norm2 = norm = self.fold(layer.norm2, p[4], p[5], start, stop)
             source = b
         if layer.drop_rate and self.keep:
             kept.random_state = _random_state(of.device)
         factor = of.factor(i, layer, None)
-        place = self.statistics[:, own_start:own_stop] if own_stop <= of.through_statistics else None
-        new = passes.conv3x3_forward(source, norm, p[-1], None, factor, of.sizes, y, place, of.scratch)
+        place = self.statistics[:, own_start:own_stop] if of.has_statistics(own_start, own_stop) else None
+        new = passes.conv3x3_forward(source, norm, *p[-2:], factor, of.sizes, y, place, of.scratch)
         self.take(own_start, place, new)
         return kept
 
@@ -322,6 +357,9 @@ class _Forward:
             start, stop = of.read(len(self.groups))
             norm = self.kept.tail = self.fold(tail.norm, *self.tail_parameters[:2], start, stop)
         move_running_statistics(self.moves, self.exchange.count)
+        if self.call.new_only:
+            start, stop = of.new()
+            return channels_last_empty(of.features, stop - start).copy_(of.features.narrow(1, start, stop - start))
         if tail is None:
             return self.buffer.first(of.total)
         if tail.pool is None and not tail.channels_last:
@@ -337,12 +375,12 @@ class _Forward:
             out = channels_last_empty(of.features, of.total)
             of.passes.norm_relu(of.rows, norm, as_rows(out), of.scratch)
             return out
-        weight = self.tail_parameters[2]
+        weight, bias = self.tail_parameters[2:]
         pooled = (size // window for size, window in zip(of.sizes, tail.pool, strict=True))
         shape = (of.features.shape[0], *pooled, weight.shape[0])
         out = torch.empty(shape, dtype=of.dtype, device=of.device)
         rows = out.view(-1, weight.shape[0])
-        of.passes.transition_forward(of.rows, norm, weight, None, tail.pool, of.sizes, rows, of.scratch)
+        of.passes.transition_forward(of.rows, norm, weight, bias, tail.pool, of.sizes, rows, of.scratch)
         return out.movedim(-1, 1)
 
     def take(self, start: int, place: Tensor | None, new: Partial | None) -> None:
@@ -364,7 +402,7 @@ class _Forward:
             mean, var = norm.module.running_mean, norm.module.running_var
             return of.passes.fold(mean, var, gamma, beta, norm.eps, False, None, 0, of.scratch)
         if self.exchange.count <= 1:
-            flat = tuple(self.groups[0][-1].shape[2:]) == (1, 3) if self.groups else self.call.tail.pool == (1, 2)
+            flat = tuple(self.groups[0][-2].shape[2:]) == (1, 3) if self.groups else self.call.tail.pool == (1, 2)
             sizes = of.sizes[1:] if flat else of.sizes  # what the block was given
             check_count(self.exchange.count, (of.features.shape[0], stop - start, *sizes))
         mean, var = self.statistics[:, start:stop].unbind(0)
@@ -393,7 +431,7 @@ class _Backward:
         # Gradients of features are wanted from the first one that depends on something trainable: the input, or the
         # output of the first layer with a parameter to train. Columns before it have no place in G.
         self.first = 0
-        if not needed[0]:
+        if not (needed[0] or call.new_first):
             trainable = (of.own(i)[0] for i, need in enumerate(self.needs) if any(need))
             self.first = next(trainable, of.total)
         self.G = aligned_empty(features, of.total - self.first)
@@ -416,6 +454,13 @@ class _Backward:
     def tail(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Fill G from the gradient of what the tail gave; returns the tail's parameter gradients."""
         of, call, norm = self.of, self.call.tail, self.kept.tail
+        if self.call.new_only:
+            (start, stop), first = of.new(), self.first
+            self.G.zero_()  # what nobody has been given
+            if first < stop:
+                at = max(start, first)
+                self.G[:, at - first : stop - first].copy_(grad[:, at - start :])
+            return ()
         if call is None:
             self.G.copy_(grad[:, self.first :])
             return ()
@@ -450,7 +495,7 @@ class _Backward:
                 x, norm1, p[2], y, dy, correction, factor, of.sizes, g, first,
                 self.need(norm1, g is not None, *needs), of.scratch,
             )  # fmt: skip
-            return self.finish(pending, norm1, p[2], read, g is not None)[:3]
+            return self.finish(pending, norm1, p[2], read, g is not None)
 
         b = kept.conv1 if self.rebuilt is None else self.rebuilt
         self.rebuilt = None
@@ -458,23 +503,23 @@ class _Backward:
             again = self.rebuild(i)
             passes.conv1x1_forward(*again, None, of.scratch)
             b = again.out
-        need_b = g is not None or any(needs[:3])
+        need_b = g is not None or any(needs[:4])
         dz2 = of.matrix("dz2", b.shape[1]) if need_b else None
         pending = passes.conv3x3_backward(
-            b, norm2, p[5], y, dy, correction, factor, of.sizes, dz2, None,
-            self.need(norm2, need_b, *needs[3:]), of.scratch,
+            b, norm2, p[6], y, dy, correction, factor, of.sizes, dz2, None,
+            self.need(norm2, need_b, *needs[4:]), of.scratch,
         )  # fmt: skip
-        second = self.finish(pending, norm2, p[5], inner, need_b)[:3]
+        second = self.finish(pending, norm2, p[6], inner, need_b)
         if not need_b:
-            return (None, None, None, *second)
+            return (*(None,) * 4, *second)
         correction2 = self.correction_of(*inner) if norm2.batch else None
         pending = passes.conv1x1_backward(
             x, norm1, p[2], b, dz2, norm2, correction2, g, first,
-            self.need(norm1, g is not None, *needs[:3]), of.scratch,
+            self.need(norm1, g is not None, *needs[:4]), of.scratch,
         )  # fmt: skip
         again = self.rebuild(i - 1)  # into b's memory, which is free by now
         self.rebuilt = None if again is None else again.out
-        return (*self.finish(pending, norm1, p[2], read, g is not None, again)[:3], *second)
+        return (*self.finish(pending, norm1, p[2], read, g is not None, again), *second)
 
     def rebuild(self, i: int) -> Rebuild | None:
         """What gives conv1's output in layer ``i``, where the backward pass needs it and it was not kept."""
@@ -484,7 +529,7 @@ class _Backward:
         if self.gradient(start, stop)[0] is None and not any(self.needs[i]):
             return None
         b = of.matrix("b", inner_stop - inner_start)
-        return Rebuild(columns(of.rows, start, stop), self.kept.layers[i].norm1, self.groups[i][2], None, b)
+        return Rebuild(columns(of.rows, start, stop), self.kept.layers[i].norm1, *self.groups[i][2:4], b)
 
     def input(self) -> Tensor:
         """The complete gradient of the block's input."""
@@ -501,10 +546,11 @@ class _Backward:
         return (columns(self.g_rows, first - self.first, stop - self.first) if first < stop else None), first - start
 
     def need(
-        self, norm: FoldedNorm, need_input: bool, need_gamma: bool, need_beta: bool, need_weight: bool = False
-    ) -> Need:
+        self, norm: FoldedNorm, need_input: bool, need_gamma: bool, need_beta: bool, need_weight: bool = False,
+        need_bias: bool = False,
+    ) -> Need:  # fmt: skip
         sums = need_gamma or need_beta or (need_input and norm.batch)
-        return Need(sums, need_weight, short_cut=sums and need_weight and norm in self.short_cuts)
+        return Need(sums, need_weight, need_bias, sums and need_weight and norm in self.short_cuts)
 
     def finish(
         self, pending: Pending, norm: FoldedNorm, weight: Tensor | None, channels: tuple[int, int], need_input: bool,
@@ -518,7 +564,7 @@ class _Backward:
 
     def correction_of(self, start: int, stop: int) -> Correction | None:
         """The complete correction of channels whose readers are done, over all processes; ``None`` where none is due."""
-        if self.of.through_statistics < stop <= self.of.total:
+        if stop <= self.of.total and not self.of.has_statistics(start, stop):
             return None
         correction = self.correction[:, start:stop]
         self.kept.exchange.sums(correction)
@@ -543,7 +589,7 @@ class _DenseBlock(torch.autograd.Function):
             layer.conv1 = None  # saved as tensors, where hooks on saved tensors see them
         # The finished block leaves the library's hands as an output. Whoever edits it in place edits what the backward
         # pass reads; kept as a saved tensor, autograd notices.
-        exposed = out if call.tail is None else None
+        exposed = out if call.tail is None and not call.new_only else None
         ctx.save_for_backward(x, buffer.tensor, exposed, *parameters, *conv1)
         ctx.call, ctx.kept = call, kept
         return out
@@ -578,21 +624,21 @@ def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype:
     Args:
         x: the block's input.
         call: its layers and tail, and whether conv1's outputs are kept (fused) or rebuilt (lean).
-        parameters: gamma, beta, weight of every norm and convolution, in order.
+        parameters: gamma, beta, weight, bias of every norm and convolution, in order, as :meth:`BlockCall.split` says.
         dtype: what the features are stored and the products computed in.
 
     Shape:
         - x: ``(N, C_0, H, W)`` or ``(N, C_0, D, H, W)``
-        - returns: ``(N, C_0 + L k, …)``, or what the tail makes of it
+        - returns: ``(N, C_0 + L k, …)``, with ``new_only`` ``(N, L k, …)``, or what the tail makes of it
     """
     groups, _ = call.split(parameters)
-    if not groups and x.dtype == dtype and x.movedim(1, -1).is_contiguous():  # nothing to write behind it
+    new = sum(p[-2].shape[0] for p in groups)
+    if not groups and x.dtype == dtype and x.movedim(1, -1).is_contiguous():  # nothing to write beside it
         buffer, first = FeatureBuffer.of(x), x
     else:
-        channels = x.shape[1] + sum(p[-1].shape[0] for p in groups)
-        buffer = FeatureBuffer(x, channels, dtype, alone=call.tail is not None)
-        first = append(None, x, buffer)
-    if torch.is_grad_enabled() and (first.requires_grad or any(p.requires_grad for p in parameters)):
+        buffer = FeatureBuffer(x, x.shape[1] + new, dtype, alone=call.tail is not None or call.new_only)
+        first = append(None, x, buffer, at=new if call.new_first else 0)
+    if torch.is_grad_enabled() and (first.requires_grad or any(p is not None and p.requires_grad for p in parameters)):
         return _DenseBlock.apply(first, buffer, call, *parameters)
     with as_it_says(x.device):
         return _Forward(buffer, x.shape[1], call, parameters, keep=False).run()
@@ -602,7 +648,8 @@ def layer_call(layer: Parts) -> tuple[LayerCall, list[Tensor]]:
     """How a dense layer runs just now, and its parameters."""
     parameters = [
         parameter for norm, conv in zip(layer.norms, layer.convs, strict=True)
-        for parameter in (tensor(norm, "weight"), tensor(norm, "bias"), tensor(conv, "weight"))
+        for parameter in (tensor(norm, "weight"), tensor(norm, "bias"), tensor(conv, "weight"), tensor(conv, "bias"))
     ]  # fmt: skip
     second = None if layer.norm2 is None else NormCall.of(layer.norm2)
-    return LayerCall(NormCall.of(layer.norm1), second, layer.drop_rate), parameters
+    call = LayerCall(NormCall.of(layer.norm1), second, layer.drop_rate, channel_wise=layer.channel_wise)
+    return call, parameters

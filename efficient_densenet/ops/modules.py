@@ -165,7 +165,6 @@ def why_not_fused(layer: Parts) -> str:
         or _why_other_norm(layer.norm2, "norm2")
         or _why_other_relu(layer.relu2, "relu2")
         or _why_other_conv(layer.conv2, "conv2", 3)
-        or ("it drops whole channels" if layer.drop_rate and layer.channel_wise else "")
     )
 
 
@@ -243,7 +242,7 @@ def _why_other_conv(conv: nn.Module, name: str, kernel: int) -> str:
     for setting, value in wanted.items():
         if getattr(conv, setting) != value:
             return f"{name} has {setting}={getattr(conv, setting)!r}"
-    return f"{name} has a bias" if tensor(conv, "bias") is not None else ""
+    return "" if tensor(conv, "bias") is None or is_plain(tensor(conv, "bias")) else f"{name} has no plain bias"
 
 
 def _is_plain_halving(pool: nn.Module) -> bool:

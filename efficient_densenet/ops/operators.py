@@ -6,7 +6,7 @@ eager function does on the side is done outside, by ordinary operations the comp
 before, moving running statistics behind.
 
 Not here, as the compiler's autograd refuses it or cannot know of it: second derivatives, and statistics over several
-processes.
+processes. Nor what the library's own blocks do not have: biases, another order or choice of features.
 """
 
 from __future__ import annotations
@@ -59,6 +59,29 @@ def _call(bottlenecks, eps, batch, running, factors, drops, tail) -> BlockCall:
     return BlockCall(layers, TailCall(next(norm), pool, tail[0] >= 0) if tail else None, True)
 
 
+def why_not_traced(call: BlockCall, parameters: Sequence[Tensor | None]) -> str:
+    """Why a block cannot be an operator."""
+    if call.group is not None:
+        return "statistics over several processes"
+    if call.new_first or call.new_only or any(bias is not None for bias in parameters[3::4]):
+        return "a block of other people's"
+    return ""
+
+
+def _without_biases(parameters: Sequence) -> list:
+    return [p for i, p in enumerate(parameters) if i % 4 != 3]
+
+
+def _with_biases(parameters: Sequence, none: object = None) -> list:
+    """With ``none`` where a convolution has no bias: behind every weight."""
+    found = []
+    for i in range(0, len(parameters), 3):
+        found += parameters[i : i + 3]
+        if i + 3 <= len(parameters):
+            found.append(none)
+    return found
+
+
 def _total(x: Tensor, parameters: Sequence[Tensor], bottlenecks: Sequence[bool]) -> int:
     """Channels of the finished block."""
     ends = itertools.accumulate(6 if bottleneck else 3 for bottleneck in bottlenecks)
@@ -72,7 +95,7 @@ def _block(
     buffer = FeatureBuffer(x, _total(x, parameters, bottlenecks), dtype, alone=bool(tail))
     with as_it_says(x.device):
         buffer.tensor.narrow(1, 0, x.shape[1]).copy_(x)
-        run = _Forward(buffer, x.shape[1], call, parameters, keep=keep_conv1)
+        run = _Forward(buffer, x.shape[1], call, _with_biases(parameters), keep=keep_conv1)
         out, kept = run.run(), run.kept
     conv1 = [layer.conv1 for layer in kept.layers if layer.conv1 is not None]
     return [*([out] if tail else []), buffer.tensor, kept.statistics, *conv1]
@@ -82,6 +105,7 @@ def _block_backward(
     grad, features, statistics, conv1, parameters, bottlenecks, eps, batch, running, factors, drops, tail, needed, channels
 ) -> list[Tensor]:
     call = _call(bottlenecks, eps, batch, running, factors, drops, tail)
+    parameters, needed = _with_biases(parameters), [needed[0], *_with_biases(needed[1:], none=False)]
     groups, tail_parameters = call.split(parameters)
     of = _Geometry(features, channels, call, groups)
     kept_conv1 = iter(conv1)
@@ -95,12 +119,13 @@ def _block_backward(
         for i, (layer, p) in enumerate(zip(call.layers, groups, strict=True)):
             kept = _KeptLayer(fold(layer.norm1, p[0], p[1], *of.read(i)))
             if layer.norm2 is not None:
-                kept.norm2 = fold(layer.norm2, p[3], p[4], *of.inner(i))
+                kept.norm2 = fold(layer.norm2, p[4], p[5], *of.inner(i))
                 kept.conv1 = next(kept_conv1, None)
             layers.append(kept)
         last = fold(call.tail.norm, *tail_parameters[:2], *of.read(len(groups))) if tail else None
         kept = _Kept(Exchange(None, of.rows.shape[0], of.device), layers, statistics, last)
         gradients = _Backward(features, channels, call, parameters, kept, needed).run(grad)
+    gradients = [gradients[0], *_without_biases(gradients[1:])]
     return [grad.new_empty(0) if g is None else g for g in gradients]
 
 
@@ -176,9 +201,10 @@ def traced_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype
         for norm in norms if not norm.batch
         for tensor in (norm.module.running_mean, norm.module.running_var)
     ]  # fmt: skip
-    groups, _ = call.split(parameters)
+    groups = [_without_biases(p) for p in call.split(parameters)[0]]
+    parameters = _without_biases(parameters)
     factors = [
-        draw_dropout((x.shape[0], p[-1].shape[0], *x.shape[2:]), dtype, x.device, layer.drop_rate)
+        draw_dropout(layer.noise((x.shape[0], p[-1].shape[0], *x.shape[2:])), dtype, x.device, layer.drop_rate)
         for layer, p in zip(call.layers, groups, strict=True) if layer.drop_rate
     ]  # fmt: skip
     tail = []

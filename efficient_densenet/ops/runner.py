@@ -75,6 +75,8 @@ def run_fused(
     keep_conv1: bool,
     channels_last: bool | None = None,
     tail: Tail | None = None,
+    new_first: bool = False,
+    new_only: bool = False,
 ) -> tuple[Tensor, bool]:
     """The layers one after the other, each reading everything before it, and the tail; all of it as one function.
 
@@ -85,6 +87,8 @@ def run_fused(
         channels_last: whether x is in the plain model, where it comes from another part of the library and may be laid
             out otherwise; ``None`` where it comes from outside.
         tail: to which :func:`~.modules.why_no_tail` does not object.
+        new_first: whether a layer's features stand before those it has read, not behind.
+        new_only: whether the input is left out of the output, which then has no tail.
 
     Returns:
         The output, channels-last or as the tail writes it, and whether it is channels-last in the plain model.
@@ -92,11 +96,11 @@ def run_fused(
     dtype = dtype_of(x, layers, tail)
     outside = channels_last is None
     channels_last = is_channels_last(x) if outside else channels_last
-    shape = list(x.shape)
+    shape, of_new = list(x.shape), True
     calls, parameters = [], []
     for layer in layers:
         call, taken = layer_call(layer)
-        kernels = [i for i, p in enumerate(taken) if p is not None and p.dim() > 1]
+        kernels = range(2, len(taken), 4)
         *wanted_formats, new_format = formats(layer, channels_last, shape, dtype)
         for i, wanted in zip(kernels, wanted_formats, strict=True):
             kernel = taken[i]
@@ -105,10 +109,11 @@ def run_fused(
                 taken[i] = gradient_in_format(kernel, wanted)
         calls.append(call)
         parameters += taken
-        channels_last = channels_last and new_format
+        channels_last, of_new = channels_last and new_format, of_new and new_format
         shape[1] += kernel.shape[0]
     if outside and not channels_last:
         x = gradient_in_format(x, False)
+    channels_last = of_new if new_only else channels_last
     tail_call = None
     if tail is not None:
         channels_last = behind_pointwise(channels_last, shape)
@@ -116,22 +121,23 @@ def run_fused(
         if tail.conv is not None:
             pool = (2,) * (x.dim() - 2)
             tail_call = TailCall(NormCall.of(tail.norm), pool if len(pool) > 1 else (1, 2))
-            parameters.append(tensor(tail.conv, "weight"))
+            parameters += [tensor(tail.conv, "weight"), tensor(tail.conv, "bias")]
             channels_last = behind_transition(tail, channels_last, shape, dtype)
         else:
             tail_call = TailCall(NormCall.of(tail.norm), None, channels_last)
     one_d = x.dim() == 3
     if one_d:  # one row of pixels
         x = x.unsqueeze(2)
-        parameters = [p.unsqueeze(2) if p.dim() == 3 else p for p in parameters]
-    call = BlockCall(tuple(calls), tail_call, keep_conv1)
+        parameters = [p.unsqueeze(2) if p is not None and p.dim() == 3 else p for p in parameters]
+    call = BlockCall(tuple(calls), tail_call, keep_conv1, new_first, new_only)
     if not torch.compiler.is_compiling():
         out = fused_block(x, call, parameters, dtype)
-    elif call.group is None:
-        from .operators import traced_block
+        return out.squeeze(2) if one_d else out, channels_last
+    from .operators import traced_block, why_not_traced
 
+    if not why_not_traced(call, parameters):
         out = traced_block(x, call, parameters, dtype)
-    else:  # what processes tell each other is no operator's business
+    else:
         run = functools.partial(fused_block, call=call, parameters=parameters, dtype=dtype)
         out = run_outside_the_compiler(run, x)
     return out.squeeze(2) if one_d else out, channels_last

@@ -63,8 +63,8 @@ class FeatureBuffer:
         buffer.tensor = x.detach()
         return buffer
 
-    def first(self, channels: int) -> Tensor:
-        """The first ``channels`` features, as an alias with a version counter of its own.
+    def first(self, channels: int, at: int = 0) -> Tensor:
+        """The first ``channels`` features, or those from another one on, as an alias with its own version counter.
 
         A plain view would share the buffer's counter, and autograd would refuse to use it after the next layer has
         written behind it, into columns the view does not even cover.
@@ -72,7 +72,7 @@ class FeatureBuffer:
         whole = self.tensor
         n, _, *spatial = whole.shape
         return whole.new_empty(0).set_(
-            whole.untyped_storage(), whole.storage_offset(), (n, channels, *spatial), whole.stride()
+            whole.untyped_storage(), whole.storage_offset() + at, (n, channels, *spatial), whole.stride()
         )
 
 
@@ -80,12 +80,12 @@ class _Append(torch.autograd.Function):
     """Write ``y`` behind ``x`` in the buffer and return both as one tensor: ``cat([x, y], 1)`` without copying x."""
 
     @staticmethod
-    def forward(ctx, x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool) -> Tensor:
+    def forward(ctx, x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool, at: int) -> Tensor:
         start = 0 if x is None else x.shape[1]
-        buffer.tensor.narrow(1, start, y.shape[1]).copy_(y)
+        buffer.tensor.narrow(1, at + start, y.shape[1]).copy_(y)
         ctx.start = start
         ctx.y_dtype = y.dtype
-        features = buffer.first(start + y.shape[1])
+        features = buffer.first(start + y.shape[1], at)
         if last:
             # The finished block leaves the library's hands here. Whoever edits it in place edits what the layers will
             # read again; kept as a saved tensor, autograd notices before any of them does.
@@ -93,16 +93,16 @@ class _Append(torch.autograd.Function):
         return features
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
         ctx.saved_tensors  # noqa: B018 - raises if the finished block was edited in place
         # Indexing takes an alias where it takes all, for which torch's old vmap (is_grads_batched) has no rule.
         before = grad.narrow(1, 0, ctx.start) if ctx.start else None
         new = grad.narrow(1, ctx.start, grad.shape[1] - ctx.start)
-        return before, new.to(ctx.y_dtype), None, None
+        return before, new.to(ctx.y_dtype), None, None, None
 
 
 @overridable
-def append(x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool = False) -> Tensor:
+def append(x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool = False, at: int = 0) -> Tensor:
     """Append ``y`` to the features ``x`` of ``buffer``; differentiable, equals ``torch.cat([x, y], 1)``.
 
     Args:
@@ -110,10 +110,11 @@ def append(x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool = Fals
         y: what to write behind them.
         buffer: the storage both live in.
         last: whether the result is the finished block.
+        at: where in the buffer the features begin.
 
     Shape:
         - x: ``(N, C, *spatial)``
         - y: ``(N, k, *spatial)``
         - returns: ``(N, C + k, *spatial)``, channels-last, sharing memory with ``buffer``
     """
-    return _Append.apply(x, y, buffer, last)
+    return _Append.apply(x, y, buffer, last, at)
