@@ -26,11 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.modules import (
-    CONVOLUTIONS, NORMS, Parts, is_hooked, rectifies, why_not_fused,
+    CONVOLUTIONS, DROPOUTS, NORMS, Parts, is_hooked, rectifies, why_not_fused,
 )  # fmt: skip
 from ..ops.runner import process_groups, run_fused
 
-DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}  # 0: drops values, else channels
 _DROPOUT_FUNCTIONS = {F.dropout: 0, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
 _CONCATENATIONS = {torch.cat, torch.concat, torch.concatenate}
 _RECTIFIERS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
@@ -451,7 +450,7 @@ def parts(unit: nn.Module, plan: UnitPlan) -> tuple[list[Parts], str]:
         chain: list[nn.Module | None] = []
         for norm, relu, conv in zip(layer.norms, layer.relus, layer.convs, strict=True):
             chain += (modules[norm], None if relu is None else modules[relu], modules[conv])
-        taken = Parts(*chain, *(None,) * (6 - len(chain)), rate, kind > 0)
+        taken = Parts(*chain, *(None,) * (6 - len(chain)), rate, kind > 0, True)
         why = why_not_fused(taken)
         for norm, inside in zip(taken.norms, layer.inside, strict=True):
             why = why or ("" if rectifies(norm) == inside else f"its norm is a {type(norm).__name__}")

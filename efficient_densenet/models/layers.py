@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.batch_norm import FeatureStatistics
-from ..ops.bottleneck import checkpointed_bottleneck, convolve
+from ..ops.checkpointed import run_checkpointed
 from ..ops.dense_block import NormCall
-from ..ops.layout import behind_pointwise, copy_in_format, gradient_in_format, in_format, is_channels_last
+from ..ops.layout import behind_pointwise, in_format
 from ..ops.modules import (
     Parts, Tail, call_norm_relu, is_hooked, is_inspected, tensor, why_no_tail, why_not_fused, why_not_recomputed,
     why_plain, why_quantised,
 )  # fmt: skip
 from ..ops.passes import choice
-from ..ops.runner import (
-    behind_dropout, behind_transition, dtype_of, process_groups, run_fused, run_outside_the_compiler, sizes,
-)  # fmt: skip
-from ..ops.storage import FeatureBuffer, append
+from ..ops.runner import behind_transition, dtype_of, process_groups, run_fused, run_outside_the_compiler, sizes
 from .weights import layer_key
 
 MODES = ("naive", "checkpoint", "fused", "lean", "auto")
 
 
-def mode_name(mode: bool | str) -> str:
-    """The name of a mode: ``False`` is ``"naive"``, ``True`` is ``"auto"``.
+def mode_name(mode: bool | str, argument: str = "efficient") -> str:
+    """The name of a mode: ``False`` is ``"naive"``, ``True`` is ``"auto"``; ``argument`` is what the user calls it.
 
     Raises:
         ValueError: anything that is neither a bool nor one of :data:`MODES`.
@@ -37,7 +33,7 @@ def mode_name(mode: bool | str) -> str:
     if isinstance(mode, bool):
         return "auto" if mode else "naive"
     if mode not in MODES:
-        raise ValueError(f"efficient must be True, False or one of {', '.join(map(repr, MODES))}, got {mode!r}")
+        raise ValueError(f"{argument} must be True, False or one of {', '.join(map(repr, MODES))}, got {mode!r}")
     return mode
 
 
@@ -119,7 +115,7 @@ class DenseLayer(nn.Module):
         rate = self.drop_rate if self.training and self.drop_rate > 0 else 0.0
         first = modules["norm1"], modules["relu1"], modules["conv1"]
         second = (modules["norm2"], modules["relu2"], modules["conv2"]) if self.has_bottleneck else (None, None, None)
-        return Parts(*first, *second, rate, False, (self,))
+        return Parts(*first, *second, rate, owners=(self,))
 
     def why_not_fused(self) -> str:
         """Why the block function cannot speak for this layer."""
@@ -232,9 +228,10 @@ class DenseBlock(nn.ModuleDict):
         layers = self.parts()
         if runs != "checkpoint" and dtype_of(x, layers) is not None:
             return run_fused(x, layers, self.efficient != "lean", channels_last)
+        modules = list(self._modules.values())
         if torch.compiler.is_compiling():
-            return run_outside_the_compiler(lambda x: in_format(*self._checkpointed(x, channels_last)), x), None
-        return self._checkpointed(x, channels_last)
+            return run_outside_the_compiler(lambda x: in_format(*run_checkpointed(x, modules, channels_last)), x), None
+        return run_checkpointed(x, modules, channels_last)
 
     def closed_by(
         self, x: Tensor, tail: nn.Module, keep_conv1: bool = False, channels_last: bool | None = None
@@ -282,54 +279,6 @@ class DenseBlock(nn.ModuleDict):
         """Of every layer, in this forward."""
         return [layer.parts() for layer in self._modules.values()]
 
-    def _checkpointed(self, x: Tensor, channels_last: bool | None) -> tuple[Tensor, bool]:
-        """The reference without concatenation and without what can be rebuilt: every layer reads one shared buffer."""
-        room = x.shape[1] + sum(layer.growth_rate for layer in self.values())
-        buffer = FeatureBuffer(x, room, x.dtype)
-        statistics = functools.cache(functools.partial(FeatureStatistics, buffer.tensor))  # by group of processes
-
-        def finished() -> bool:
-            """The format of the finished block, and so of the gradients that concatenations give."""
-            return channels_last
-
-        if channels_last is None:
-            channels_last = is_channels_last(x)
-            x = gradient_in_format(x, finished)
-        features = append(None, x, buffer)
-        for number, layer in enumerate(self.values(), 1):
-            parts = layer.parts()
-            if why_not_recomputed(parts):
-                # An unknown module gets what concatenation would give it: a tensor of its own, as it may work in place,
-                # in the plain model's format, as it may draw random numbers in the order of memory.
-                new = layer(copy_in_format(features, channels_last))
-                is_last = is_channels_last(new)
-                new = gradient_in_format(new, finished)
-            else:
-                is_last = behind_pointwise(channels_last, features.shape) or is_channels_last(layer.conv1.weight)
-                new = checkpointed_bottleneck(features, statistics, layer.norm1, layer.conv1, is_last)
-                is_last = is_last and is_channels_last(new)
-                if layer.why_not_fused():  # the same for unknown modules behind conv1
-                    new = layer.after_bottleneck(in_format(new, is_last))
-                    is_last = is_channels_last(new)
-                    new = gradient_in_format(new, finished)
-                else:
-                    if layer.has_bottleneck:
-                        is_last = behind_pointwise(is_last, new.shape) or is_channels_last(layer.conv2.weight)
-                        new = convolve(call_norm_relu(new, layer.norm2, layer.relu2), layer.conv2, is_last)
-                        is_last = is_last and is_channels_last(new)
-                    new = layer.dropped_out(new)
-                    is_last = behind_dropout(parts, is_last, new.shape)
-            channels_last = channels_last and is_last
-            dtype = torch.promote_types(new.dtype, features.dtype)
-            wanted = max(room, features.shape[1] + new.shape[1])
-            if dtype != features.dtype or wanted > room:  # under autocast, or behind a module of another type or width
-                room = wanted
-                buffer = FeatureBuffer(x, room, dtype)  # promoted, as by cat
-                statistics = functools.cache(functools.partial(FeatureStatistics, buffer.tensor))
-                features = append(None, features, buffer)
-            features = append(features, new, buffer, last=number == len(self))
-        return features, channels_last
-
     def sizes(self) -> tuple[int, int, int]:
         """Channels of the finished block, of all its conv1 outputs together, and of the widest of them."""
         return sizes(self.parts())
@@ -359,7 +308,8 @@ class DenseBlock(nn.ModuleDict):
                 runs = "fused" if asked == "auto" else asked
                 return BlockPlan(name, asked, runs, keeps_conv1=keeps_conv1 or runs == "fused")
         else:
-            reasons = [f"{key} is not recomputed: {why}" for key, why in self._objections(lambda layer: why_not_recomputed(layer.parts()))]
+            objections = self._objections(lambda layer: why_not_recomputed(layer.parts()))
+            reasons = [f"{key} is not recomputed: {why}" for key, why in objections]
         quantised = [f"{key}: {why}" for key, why in self._objections(why_quantised)] if reasons else []
         if quantised:
             return BlockPlan(name, asked, "naive", "; ".join(quantised))

@@ -119,9 +119,13 @@ def check_count(count: int, shape: tuple[int, ...]) -> None:
 
 
 class FeatureStatistics:
-    """The batch statistics of a buffer's channels, taken (and exchanged) once, when a layer first asks for them."""
+    """The batch statistics of a buffer's channels, taken (and exchanged) once, when a layer first asks for them.
 
-    def __init__(self, features: Tensor, group: dist.ProcessGroup | None = None):
+    ``new_first``: it is filled from its end.
+    """
+
+    def __init__(self, features: Tensor, group: dist.ProcessGroup | None = None, new_first: bool = False):
+        self._new_first = new_first
         self._shape = features.shape
         self._rows = as_rows(features)
         self.exchange = Exchange(group, self._rows.shape[0], features.device)
@@ -129,12 +133,17 @@ class FeatureStatistics:
         self._var: Tensor | None = None
 
     def first(self, channels: int) -> Statistics:
-        """The statistics of the first ``channels`` channels, which must have been written by now."""
+        """The statistics of the ``channels`` channels that were written first; they must have been by now."""
         if self._known < channels:
             check_count(self.exchange.count, (self._shape[0], channels, *self._shape[2:]))
             with torch.autocast(self._rows.device.type, enabled=False):  # it would take the products in half precision
-                self._append(batch_statistics(self._rows[:, self._known : channels]))
-        return Statistics(self._mean[:channels], self._var[:channels])
+                total = self._rows.shape[1]
+                new = (total - channels, total - self._known) if self._new_first else (self._known, channels)
+                self._append(batch_statistics(self._rows[:, slice(*new)]))
+        return Statistics(self._of_first(self._mean, channels), self._of_first(self._var, channels))
+
+    def _of_first(self, vector: Tensor, channels: int) -> Tensor:
+        return vector[-channels:] if self._new_first else vector[:channels]
 
     @property
     def _known(self) -> int:
@@ -144,8 +153,12 @@ class FeatureStatistics:
         self.exchange.statistics(new)
         mean, var = new.unbind(0)
         # New vectors, not slices of one: what autograd has saved of the old ones stays untouched.
-        self._mean = mean if self._mean is None else torch.cat((self._mean, mean))
-        self._var = var if self._var is None else torch.cat((self._var, var))
+        if self._mean is None:
+            self._mean, self._var = mean, var
+            return
+        order = -1 if self._new_first else 1
+        self._mean = torch.cat((self._mean, mean)[::order])
+        self._var = torch.cat((self._var, var)[::order])
 
 
 def move_running_statistics(moves: Sequence[tuple[nn.Module, Statistics]], count: int) -> None:

@@ -48,6 +48,7 @@ from .batch_norm import (
 )  # fmt: skip
 from .conv3x3 import as_images
 from .device import products_as_convolutions
+from .layout import copy_in_format
 from .modules import Parts, tensor
 from .overrides import overridable
 from .passes import (
@@ -86,14 +87,11 @@ class LayerCall:
     drop_rate: float
     factor: Tensor | None = None  # dropout's factors, ``(N, k, *spatial)``, where they have been drawn already
     channel_wise: bool = False  # whether dropout drops whole channels of an image
+    channels_last: bool = False  # whether its factors are drawn in the order of such memory
 
     @property
     def num_parameters(self) -> int:
         return 4 if self.norm2 is None else 8
-
-    def noise(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of dropout's factors for new features of this shape, ``(N, k, *spatial)``."""
-        return (*shape[:2], *(1 for _ in shape[2:])) if self.channel_wise else tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -184,10 +182,10 @@ def dense_block_reference(x: Tensor, call: BlockCall, parameters: Sequence[Tenso
             y = norm_relu(convolved(y, *p[2:4]), layer.norm2, *p[4:6], kept.norm2)
         y = convolved(y, *p[-2:])
         if layer.drop_rate:
-            y = y * draw_dropout(layer.noise(y.shape), y.dtype, y.device, layer.drop_rate, kept.random_state)
+            y = y * draw_dropout(layer, y.shape, y.dtype, y.device, kept.random_state)
         features.insert(0 if call.new_first else len(features), y)
     if call.new_only:
-        features.remove(x)
+        features.pop(-1 if call.new_first else 0)
     out = torch.cat(features, 1)
     if call.tail is not None:
         out = norm_relu(out, call.tail.norm, *tail_parameters[:2], folded.tail)
@@ -207,10 +205,26 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def draw_dropout(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, rate: float, state: Tensor | None = None
+    layer: LayerCall, shape: Sequence[int], dtype: torch.dtype, device: torch.device, state: Tensor | None = None
 ) -> Tensor:
-    """Dropout's factors, 0 or 1 / (1 - rate), drawn in contiguous order as by the plain layer; or as before."""
+    """Dropout's factors, 0 or 1 / (1 - rate), drawn as by the plain layer; or as before.
+
+    Args:
+        layer: says how.
+        shape: of the new features, ``(N, k, *spatial)``.
+        dtype: of these.
+        device: of these.
+        state: the generator's, from which they were drawn before.
+
+    Shape:
+        - returns: ``(N, k, *spatial)``, or ``(N, k, 1, …)`` of whole channels
+    """
+    rate = layer.drop_rate
+    if layer.channel_wise:
+        shape = (*shape[:2], *(1 for _ in shape[2:]))
     ones = torch.ones(shape, dtype=dtype, device=device)
+    if layer.channels_last and not layer.channel_wise:
+        ones = copy_in_format(ones, True)
     if state is None:
         return F.dropout(ones, rate)
     devices = _random_devices(device)
@@ -288,8 +302,8 @@ class _Geometry:
         factor = layer.factor
         if layer.drop_rate:
             start, stop = self.own(i)
-            shape = layer.noise((self.features.shape[0], stop - start, *self.sizes))
-            factor = draw_dropout(shape, self.dtype, self.device, layer.drop_rate, state)
+            shape = (self.features.shape[0], stop - start, *self.sizes)
+            factor = draw_dropout(layer, shape, self.dtype, self.device, state)
         return None if factor is None else factor.flatten(2).transpose(1, 2)
 
 
@@ -637,19 +651,25 @@ def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype:
         buffer, first = FeatureBuffer.of(x), x
     else:
         buffer = FeatureBuffer(x, x.shape[1] + new, dtype, alone=call.tail is not None or call.new_only)
-        first = append(None, x, buffer, at=new if call.new_first else 0)
+        first = append(None, x, buffer, new_first=call.new_first)
     if torch.is_grad_enabled() and (first.requires_grad or any(p is not None and p.requires_grad for p in parameters)):
         return _DenseBlock.apply(first, buffer, call, *parameters)
     with as_it_says(x.device):
         return _Forward(buffer, x.shape[1], call, parameters, keep=False).run()
 
 
-def layer_call(layer: Parts) -> tuple[LayerCall, list[Tensor]]:
-    """How a dense layer runs just now, and its parameters."""
+def layer_call(layer: Parts, channels_last: bool = False) -> tuple[LayerCall, list[Tensor]]:
+    """How a dense layer runs just now, and its parameters.
+
+    Args:
+        layer: its modules.
+        channels_last: whether its last convolution gives that in the plain model.
+    """
     parameters = [
         parameter for norm, conv in zip(layer.norms, layer.convs, strict=True)
         for parameter in (tensor(norm, "weight"), tensor(norm, "bias"), tensor(conv, "weight"), tensor(conv, "bias"))
     ]  # fmt: skip
     second = None if layer.norm2 is None else NormCall.of(layer.norm2)
-    call = LayerCall(NormCall.of(layer.norm1), second, layer.drop_rate, channel_wise=layer.channel_wise)
+    channels_last = channels_last and layer.as_laid_out
+    call = LayerCall(NormCall.of(layer.norm1), second, layer.drop_rate, None, layer.channel_wise, channels_last)
     return call, parameters

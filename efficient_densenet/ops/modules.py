@@ -20,6 +20,7 @@ from .sync_batch_norm import SyncBatchNorm, SyncBatchNormThen
 
 CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
+DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}  # 0: drops values, else channels
 AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 MAX_POOLS = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -40,6 +41,7 @@ class Parts(NamedTuple):
     conv2: nn.Module | None = None
     drop_rate: float = 0.0  # of the dropout that is active just now
     channel_wise: bool = False  # which drops whole channels
+    as_laid_out: bool = False  # which draws in the order of memory, as torch's does; else as if contiguous
     owners: tuple[nn.Module, ...] = ()  # in whose forward all this stands
 
     @property

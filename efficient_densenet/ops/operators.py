@@ -204,7 +204,7 @@ def traced_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype
     groups = [_without_biases(p) for p in call.split(parameters)[0]]
     parameters = _without_biases(parameters)
     factors = [
-        draw_dropout(layer.noise((x.shape[0], p[-1].shape[0], *x.shape[2:])), dtype, x.device, layer.drop_rate)
+        draw_dropout(layer, (x.shape[0], p[-1].shape[0], *x.shape[2:]), dtype, x.device)
         for layer, p in zip(call.layers, groups, strict=True) if layer.drop_rate
     ]  # fmt: skip
     tail = []

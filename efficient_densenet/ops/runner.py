@@ -7,6 +7,7 @@ blocks, other people's, and layers given by hand.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,6 +62,8 @@ def formats(layer: Parts, channels_last: bool, shape: Sequence[int], dtype: torc
 
 def behind_dropout(layer: Parts, channels_last: bool, shape: Sequence[int]) -> bool:
     """The same for what its dropout gives."""
+    if layer.drop_rate and layer.channel_wise:  # by factors of another shape, so that a single channel is what it was
+        return channels_last and math.prod(shape[2:]) > 1
     return behind_pointwise(channels_last, shape) if layer.drop_rate else channels_last
 
 
@@ -99,9 +102,9 @@ def run_fused(
     shape, of_new = list(x.shape), True
     calls, parameters = [], []
     for layer in layers:
-        call, taken = layer_call(layer)
-        kernels = range(2, len(taken), 4)
         *wanted_formats, new_format = formats(layer, channels_last, shape, dtype)
+        call, taken = layer_call(layer, wanted_formats[-1])
+        kernels = range(2, len(taken), 4)
         for i, wanted in zip(kernels, wanted_formats, strict=True):
             kernel = taken[i]
             # Its gradient comes as the kernel is, unless told otherwise; a single tap is both.

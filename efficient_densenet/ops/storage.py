@@ -63,29 +63,34 @@ class FeatureBuffer:
         buffer.tensor = x.detach()
         return buffer
 
-    def first(self, channels: int, at: int = 0) -> Tensor:
-        """The first ``channels`` features, or those from another one on, as an alias with its own version counter.
+    def first(self, channels: int, new_first: bool = False) -> Tensor:
+        """The ``channels`` features written first, as an alias with a version counter of its own.
+
+        They stand at the beginning; at the end in a block whose new features come first.
 
         A plain view would share the buffer's counter, and autograd would refuse to use it after the next layer has
         written behind it, into columns the view does not even cover.
         """
         whole = self.tensor
-        n, _, *spatial = whole.shape
+        n, total, *spatial = whole.shape
+        at = total - channels if new_first else 0
         return whole.new_empty(0).set_(
             whole.untyped_storage(), whole.storage_offset() + at, (n, channels, *spatial), whole.stride()
         )
 
 
 class _Append(torch.autograd.Function):
-    """Write ``y`` behind ``x`` in the buffer and return both as one tensor: ``cat([x, y], 1)`` without copying x."""
+    """Write ``y`` beside ``x`` in the buffer and return both as one tensor: ``cat([x, y], 1)`` without copying x."""
 
     @staticmethod
-    def forward(ctx, x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool, at: int) -> Tensor:
-        start = 0 if x is None else x.shape[1]
-        buffer.tensor.narrow(1, at + start, y.shape[1]).copy_(y)
-        ctx.start = start
+    def forward(ctx, x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool, new_first: bool) -> Tensor:
+        before = 0 if x is None else x.shape[1]
+        features = buffer.first(before + y.shape[1], new_first)
+        # Where x and y are in what is returned.
+        ctx.x, ctx.y = ((y.shape[1], before), (0, y.shape[1])) if new_first else ((0, before), (before, y.shape[1]))
+        at = features.storage_offset() - buffer.tensor.storage_offset()
+        buffer.tensor.narrow(1, at + ctx.y[0], y.shape[1]).copy_(y)
         ctx.y_dtype = y.dtype
-        features = buffer.first(start + y.shape[1], at)
         if last:
             # The finished block leaves the library's hands here. Whoever edits it in place edits what the layers will
             # read again; kept as a saved tensor, autograd notices before any of them does.
@@ -96,25 +101,24 @@ class _Append(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
         ctx.saved_tensors  # noqa: B018 - raises if the finished block was edited in place
         # Indexing takes an alias where it takes all, for which torch's old vmap (is_grads_batched) has no rule.
-        before = grad.narrow(1, 0, ctx.start) if ctx.start else None
-        new = grad.narrow(1, ctx.start, grad.shape[1] - ctx.start)
-        return before, new.to(ctx.y_dtype), None, None, None
+        before = grad.narrow(1, *ctx.x) if ctx.x[1] else None
+        return before, grad.narrow(1, *ctx.y).to(ctx.y_dtype), None, None, None
 
 
 @overridable
-def append(x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool = False, at: int = 0) -> Tensor:
-    """Append ``y`` to the features ``x`` of ``buffer``; differentiable, equals ``torch.cat([x, y], 1)``.
+def append(x: Tensor | None, y: Tensor, buffer: FeatureBuffer, last: bool = False, new_first: bool = False) -> Tensor:
+    """Add ``y`` to the features ``x`` of ``buffer``; differentiable, equals ``torch.cat([x, y], 1)``.
 
     Args:
         x: the features so far, as :func:`append` returned them, or ``None`` for the block's input.
         y: what to write behind them.
         buffer: the storage both live in.
         last: whether the result is the finished block.
-        at: where in the buffer the features begin.
+        new_first: ``torch.cat([y, x], 1)`` instead: the buffer is filled from its end.
 
     Shape:
         - x: ``(N, C, *spatial)``
         - y: ``(N, k, *spatial)``
         - returns: ``(N, C + k, *spatial)``, channels-last, sharing memory with ``buffer``
     """
-    return _Append.apply(x, y, buffer, last, at)
+    return _Append.apply(x, y, buffer, last, new_first)
