@@ -224,6 +224,20 @@ def test_a_training_step(mode, small_inputs):
 
 
 @pytest.mark.parametrize("mode", ["fused", "lean"])
+@pytest.mark.parametrize("kind", ["Tiramisu's", "bottleneck", "1-D"])
+def test_layers_of_ones_own(kind, mode):
+    """With biases, dropout of values and of channels, new features first, and alone: numbers as in the plain loop.
+
+    Kills: a kernel that takes features for the first columns, or dropout's factors for one of each value.
+    """
+    from helpers import assert_trains_like
+    from test_functional import pair
+
+    plain, other, x = pair(kind, mode, new_first=True, output="new")
+    assert_trains_like(plain, other, x)
+
+
+@pytest.mark.parametrize("mode", ["fused", "lean"])
 def test_a_step_launches_what_is_counted(mode, monkeypatch):
     """Kernels launched on real tensors and counted on a GPU that is not there. Kills: a count of another path."""
     from helpers import images
