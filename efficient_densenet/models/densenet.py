@@ -17,7 +17,7 @@ from ..ops.batch_norm import synchronised_over
 from ..ops.layout import behind_pointwise, in_format, is_channels_last
 from ..ops.modules import CONVOLUTIONS, MAX_POOLS, is_hooked, why_no_stem, why_plain
 from ..ops.stem import norm_relu_max_pool
-from .layers import BlockPlan, DenseBlock, Transition, batch_norm, conv, mode_name, pool
+from .layers import BlockPlan, DenseBlock, Mode, Transition, batch_norm, conv, mode_names, pool
 from .weights import adapted, load_weights, published_weights, shortened, weights_in
 
 
@@ -29,6 +29,36 @@ def _positive_int(name: str, value: object, least: int = 1) -> int:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSize:
+    """What a dense block holds in a training step, in elements.
+
+    Attributes:
+        block: the block.
+        rows: pixels of the batch.
+        before: what is kept between the block before it and this one.
+        features: its buffer, and as much again for its gradient while it goes backward.
+        outputs: those of its conv1, if they are kept.
+        working: its widest layer's b and da.
+    """
+
+    block: DenseBlock
+    rows: int
+    before: int
+    features: int
+    outputs: int
+    working: int
+
+
+def highest(sizes: Sequence[BlockSize], kept: set[DenseBlock]) -> int:
+    """The most elements at one moment of the backward pass, if some blocks keep the outputs of their conv1."""
+    most, there = 0, 0
+    for size in sizes:
+        there += size.before + size.features + (size.outputs if size.block in kept else 0)
+        most = max(most, there + size.features + size.working)
+    return most
 
 
 class DenseNet(nn.Module):
@@ -54,7 +84,8 @@ class DenseNet(nn.Module):
         in_channels: channels of the input.
         spatial_dims: 1, 2 or 3.
         efficient: how the dense blocks run: ``False``/``"naive"``, ``"checkpoint"``, ``"fused"``, ``"lean"``, or
-            ``True``/``"auto"`` for the best one available. All compute the same numbers; see :meth:`set_efficient`.
+            ``True``/``"auto"`` for the best one available; or one of these for each block. All compute the same
+            numbers; see :meth:`set_efficient`.
 
     Shape:
         - input: ``(N, in_channels, *spatial)`` with ``spatial_dims`` sizes of at least ``model.min_size``
@@ -86,7 +117,7 @@ class DenseNet(nn.Module):
         small_inputs: bool = True,
         in_channels: int = 3,
         spatial_dims: int = 2,
-        efficient: bool | str = True,
+        efficient: Mode = True,
     ):
         super().__init__()
         _positive_int("growth_rate", growth_rate)
@@ -148,11 +179,11 @@ class DenseNet(nn.Module):
     # How the dense blocks run
 
     @property
-    def efficient(self) -> str:
-        """The mode asked for: one of :data:`efficient_densenet.models.MODES`."""
+    def efficient(self) -> str | tuple[str, ...]:
+        """The mode asked for: one of :data:`efficient_densenet.models.MODES`, or one for each block."""
         return self._efficient
 
-    def set_efficient(self, mode: bool | str) -> DenseNet:
+    def set_efficient(self, mode: Mode) -> DenseNet:
         """Choose how the dense blocks run, at any time, on the same weights; returns the model.
 
         Args:
@@ -165,14 +196,21 @@ class DenseNet(nn.Module):
                 * ``"lean"``: as fused; ``k``; conv1 runs again too, in the blocks that set the peak.
                 * ``True``/``"auto"``: fused where it applies, else checkpoint.
 
+                Or a plan: a tuple or list of these, one for each block. There a lean block recomputes conv1, wherever
+                the peak is.
+
         Raises:
-            ValueError: an unknown mode.
+            ValueError: an unknown mode, or not as many as blocks.
         """
-        self._efficient = mode_name(mode)
-        for module in self.features.modules():
-            if isinstance(module, DenseBlock):
-                module.efficient = self._efficient
+        blocks = [module for module in self.features.modules() if isinstance(module, DenseBlock)]
+        self._efficient = mode_names(mode, len(blocks))
+        for block, asked in zip(blocks, self._modes(len(blocks)), strict=True):
+            block.efficient = asked
         return self
+
+    def _modes(self, blocks: int = 1) -> tuple[str, ...]:
+        """The modes asked for."""
+        return self._efficient if isinstance(self._efficient, tuple) else (self._efficient,) * blocks
 
     def execution_plan(self, input_shape: tuple[int, ...] | None = None) -> list[BlockPlan]:
         """For every dense block: its name, the mode asked for, what runs, and why where the two differ.
@@ -194,7 +232,9 @@ class DenseNet(nn.Module):
 
     def extra_repr(self) -> str:
         plans = self.execution_plan()
-        lines = f"efficient={self._efficient!r}, blocks run: {', '.join(sorted({plan.runs for plan in plans}))}"
+        runs = [plan.runs for plan in plans]
+        runs = runs if isinstance(self._efficient, tuple) else sorted(set(runs))
+        lines = f"efficient={self._efficient!r}, blocks run: {', '.join(runs)}"
         if self._efficient == "lean":
             kept = [plan.block for plan in plans if plan.keeps_conv1]
             lines += f", conv1's outputs kept in: {', '.join(kept) or 'none'}"
@@ -209,15 +249,25 @@ class DenseNet(nn.Module):
         """
         if self._efficient != "lean":
             return set()
+        sizes = [size for size in self.block_sizes(input_shape) if size.block.plan().runs == "lean"]
+        kept: set[DenseBlock] = set()
+        allowed = highest(sizes, kept)
+        for size in reversed(sizes):
+            if highest(sizes, kept | {size.block}) <= allowed:
+                kept.add(size.block)
+        return kept
+
+    def block_sizes(self, input_shape: Sequence[int]) -> list[BlockSize]:
+        """What every dense block holds in a training step, in elements, for an input of that shape."""
         # Shapes come from the modules' settings, not from weights: reading a parametrized weight may move its state.
         sizes, channels = list(input_shape[2:]), 0
         blocks, alive = [], 0
         for module in self.features._modules.values():  # with those that stand in it twice
             rows = input_shape[0] * math.prod(sizes)
             if isinstance(module, DenseBlock):
-                if module.plan().runs == "lean":
-                    total, outputs, widest = module.sizes()
-                    blocks.append((module, rows * total, rows * outputs, 2 * rows * widest))
+                total, outputs, widest = module.sizes()
+                blocks.append(BlockSize(module, rows, alive, rows * total, rows * outputs, 2 * rows * widest))
+                alive = 0
             elif isinstance(module, Transition):
                 sizes = [s // 2 for s in sizes]
             elif hasattr(module, "num_features"):
@@ -227,20 +277,7 @@ class DenseNet(nn.Module):
             elif isinstance(module, tuple(MAX_POOLS)):
                 alive += rows * channels
                 sizes = [(s - 1) // 2 + 1 for s in sizes]
-
-        def peak(kept: set[DenseBlock]) -> int:
-            highest, before = 0, alive
-            for block, features, outputs, working in blocks:
-                before += features + (outputs if block in kept else 0)
-                highest = max(highest, before + features + working)
-            return highest
-
-        kept: set[DenseBlock] = set()
-        allowed = peak(kept)
-        for block, *_ in reversed(blocks):
-            if peak(kept | {block}) <= allowed:
-                kept.add(block)
-        return kept
+        return blocks
 
     # The forward pass
 
@@ -339,7 +376,8 @@ class DenseNet(nn.Module):
     @torch.jit.unused
     def _run_features(self, x: Tensor) -> Tensor:
         """``relu(features(x))``, each dense block together with what closes it wherever both allow it."""
-        plain = self._efficient == "naive" or type(self.features) is not nn.Sequential
+        modes = set(self._modes())
+        plain = modes == {"naive"} or type(self.features) is not nn.Sequential
         if plain or is_hooked(self.features) or why_plain(x):
             return F.relu(self.features(x))
         off_peak = self._off_peak(x.shape)
@@ -352,7 +390,7 @@ class DenseNet(nn.Module):
                 if closed is not None and type(modules.pop(0)) is not Transition:
                     return closed[0]
             elif len(modules) > 2 and channels_last is None and not torch.compiler.is_compiling():
-                if self._efficient != "checkpoint" and not why_no_stem(module, *modules[:2]):
+                if not modes <= {"naive", "checkpoint"} and not why_no_stem(module, *modules[:2]):
                     closed = norm_relu_max_pool(x, module, modules[1]), behind_pointwise(is_channels_last(x), x.shape)
                     del modules[:2]
             if closed is None:

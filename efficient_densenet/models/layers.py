@@ -22,6 +22,7 @@ from ..ops.runner import behind_transition, dtype_of, process_groups, run_fused,
 from .weights import layer_key
 
 MODES = ("naive", "checkpoint", "fused", "lean", "auto")
+Mode = bool | str | Sequence[bool | str]  # for all blocks, or one for each
 
 
 def mode_name(mode: bool | str, argument: str = "efficient") -> str:
@@ -32,9 +33,22 @@ def mode_name(mode: bool | str, argument: str = "efficient") -> str:
     """
     if isinstance(mode, bool):
         return "auto" if mode else "naive"
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"{argument} must be True, False or one of {', '.join(map(repr, MODES))}, got {mode!r}")
     return mode
+
+
+def mode_names(mode: Mode, blocks: int) -> str | tuple[str, ...]:
+    """The name of a mode, or, of a plan with one for each of so many blocks, their names.
+
+    Raises:
+        ValueError: an unknown mode, or another number of them.
+    """
+    if not isinstance(mode, (list, tuple)):
+        return mode_name(mode)
+    if len(mode) != blocks:
+        raise ValueError(f"efficient must be one mode, or one for each of the {blocks} dense blocks, got {mode!r}")
+    return tuple(map(mode_name, mode))
 
 
 def conv(spatial_dims: int, in_channels: int, out_channels: int, kernel_size: int, **kwargs) -> nn.Module:
