@@ -11,6 +11,7 @@ so its pitch (``ld…``) is an argument. What they have in common:
   pitch covers, and the tail is replaced by zeros afterwards. :mod:`.launch` sees to both.
 * The rectifier and its mask are ``x <= 0 ? 0 : …``, so that NaN passes as in torch.
 * Programs are numbered along one axis (the others end at 65,535), those that share rows next to each other.
+* Where two things do not depend on each other, one launch does both: the first programs one, the others the other.
 """
 
 import inspect
