@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.dense_block import NormCall
 from ..ops.layout import behind_pointwise, in_format, is_channels_last
 from ..ops.modules import (
     AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, NORMS, Parts, Tail, is_hooked, rectifies, why_no_stem, why_no_tail,
     why_plain,
 )  # fmt: skip
-from ..ops.runner import dtype_of, process_groups, run_fused
+from ..ops.runner import closes, dtype_of, process_groups, run_fused
 from ..ops.stem import norm_relu_max_pool
 from .recognise import Refused, UnitPlan, copied, fingerprint, original, parts, recognise, watch
 
@@ -291,15 +290,12 @@ def _together(
     end = stem(modules, i)
     if end > i:
         pool = modules[last]
-        wrong = torch.compiler.is_compiling() or x.dim() != MAX_POOLS[type(pool)] + 2
-        if wrong or why_no_stem(norm, relu, pool):
+        if torch.compiler.is_compiling() or why_no_stem(x, norm, relu, pool):
             return None
         x = x if channels_last is None else in_format(x, channels_last)
         return norm_relu_max_pool(x, norm, pool), behind_pointwise(is_channels_last(x), x.shape), end
     tail, end = closing(modules, i)
-    if tail is None or why_no_tail(tail) or x.dim() != len(tail.conv.kernel_size) + 2:
-        return None
-    if min(x.shape[2:]) < 2 or dtype_of(x, [], tail) is None:
+    if tail is None or why_no_tail(tail) or dtype_of(x, [], tail) is None or not closes(tail, x, []):
         return None
     return *run_fused(x, [], keep_conv1, channels_last, tail), end
 
@@ -327,7 +323,6 @@ def _block(
         norm, relu, end = norm_relu(modules, i)
         tail = None if norm is None else Tail(norm, relu)
     if tail is not None:
-        closed = min(x.shape[2:]) > (tail.conv is not None) and len(groups | NormCall.of(tail.norm).groups) <= 1
-        if not closed or why_no_tail(tail):
+        if why_no_tail(tail) or not closes(tail, x, layers):
             tail, end = None, i
     return *run_fused(x, layers, keep_conv1, channels_last, tail), end

@@ -75,14 +75,9 @@ def cheapest(
         blocks = {size.block for size, keeps in zip(sizes, kept, strict=True) if keeps}
         peak = lean.peak_bytes + scale * (highest(sizes, blocks) - least)
         if peak <= (1 + NEAR) * budget and 0 < len(blocks) < len(sizes):
-            plans.append((sum(repeated(size) for size in sizes if size.block not in blocks), peak, modes(blocks)))
+            repeated = sum(size.rows * size.block.repeated() for size in sizes if size.block not in blocks)
+            plans.append((repeated, peak, modes(blocks)))
     for _, _, plan in sorted(plans):
         if (found := predict(plan)).peak_bytes <= budget:
             return plan, found
     return modes(set()), lean
-
-
-def repeated(size: BlockSize) -> int:
-    """Multiplications that a block repeats in lean mode: those of all its conv1."""
-    layers = [layer for layer in size.block.values() if layer.has_bottleneck]
-    return size.rows * sum(layer.conv1.in_channels * layer.conv1.out_channels for layer in layers)

@@ -390,7 +390,7 @@ class DenseNet(nn.Module):
                 if closed is not None and type(modules.pop(0)) is not Transition:
                     return closed[0]
             elif len(modules) > 2 and channels_last is None and not torch.compiler.is_compiling():
-                if not modes <= {"naive", "checkpoint"} and not why_no_stem(module, *modules[:2]):
+                if not modes <= {"naive", "checkpoint"} and not why_no_stem(x, module, *modules[:2]):
                     closed = norm_relu_max_pool(x, module, modules[1]), behind_pointwise(is_channels_last(x), x.shape)
                     del modules[:2]
             if closed is None:

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from ..ops.checkpointed import run_checkpointed
 from ..ops.layout import in_format
 from ..ops.modules import (
-    CONVOLUTIONS, DROPOUTS, NORMS, Parts, is_hooked, is_inspected, rectifies, why_not_fused, why_plain,
+    CONVOLUTIONS, DROPOUTS, NORM_DIMS, NORMS, Parts, is_hooked, is_inspected, rectifies, why_not_fused, why_plain,
 )  # fmt: skip
 from ..ops.runner import dtype_of, process_groups, run_fused, run_outside_the_compiler
 from .layers import DenseLayer, mode_name
 
 OUTPUTS = ("all", "new")
-_NORM_DIMS = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 
 
 def dense_block(
@@ -167,7 +166,7 @@ def _known(layer: nn.Module) -> _Sequential | DenseLayer | None:
         if not found or j >= len(modules) or type(modules[j]) not in CONVOLUTIONS:
             break
         dims = len(modules[j].kernel_size)
-        if _NORM_DIMS.get(type(modules[i]), dims) != dims or not _keeps_sizes(modules[j]):
+        if NORM_DIMS.get(type(modules[i]), dims) != dims or not _keeps_sizes(modules[j]):
             return None
         chain += modules[i], None if fused_norm else modules[i + 1], modules[j]
         i = j + 1

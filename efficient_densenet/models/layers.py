@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.checkpointed import run_checkpointed
-from ..ops.dense_block import NormCall
 from ..ops.layout import behind_pointwise, in_format
 from ..ops.modules import (
     Parts, Tail, call_norm_relu, is_hooked, is_inspected, tensor, why_no_tail, why_not_fused, why_not_recomputed,
     why_plain, why_quantised,
 )  # fmt: skip
 from ..ops.passes import choice
-from ..ops.runner import behind_transition, dtype_of, process_groups, run_fused, run_outside_the_compiler, sizes
+from ..ops.runner import behind_transition, closes, dtype_of, process_groups, run_fused, run_outside_the_compiler
 from .weights import layer_key
 
 MODES = ("naive", "checkpoint", "fused", "lean", "auto")
@@ -35,7 +34,7 @@ def mode_name(mode: bool | str, argument: str = "efficient") -> str:
         return "auto" if mode else "naive"
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"{argument} must be True, False or one of {', '.join(map(repr, MODES))}, got {mode!r}")
-    return mode
+    return MODES[MODES.index(mode)]  # whatever kind of str it was
 
 
 def mode_names(mode: Mode, blocks: int) -> str | tuple[str, ...]:
@@ -47,7 +46,8 @@ def mode_names(mode: Mode, blocks: int) -> str | tuple[str, ...]:
     if not isinstance(mode, (list, tuple)):
         return mode_name(mode)
     if len(mode) != blocks:
-        raise ValueError(f"efficient must be one mode, or one for each of the {blocks} dense blocks, got {mode!r}")
+        modes = ", ".join(map(repr, MODES))
+        raise ValueError(f"efficient must be one mode ({modes}), or one for each of {blocks} dense blocks, got {mode!r}")
     return tuple(map(mode_name, mode))
 
 
@@ -279,8 +279,7 @@ class DenseBlock(nn.ModuleDict):
     ) -> tuple[Tensor, bool]:
         is_transition = isinstance(tail, Transition)
         closing, layers = tail.tail() if is_transition else Tail(tail, None), self.parts()
-        fused = runs != "checkpoint" and dtype_of(x, layers) is not None and min(x.shape[2:]) > int(is_transition)
-        if fused and len(process_groups(layers) | NormCall.of(closing.norm).groups) <= 1:
+        if runs != "checkpoint" and dtype_of(x, layers) is not None and closes(closing, x, layers):
             return run_fused(x, layers, keep_conv1 or self.efficient != "lean", channels_last, closing)
         features, channels_last = self._inside(x, runs, channels_last)
         channels_last = behind_pointwise(channels_last, features.shape)
@@ -295,7 +294,15 @@ class DenseBlock(nn.ModuleDict):
 
     def sizes(self) -> tuple[int, int, int]:
         """Channels of the finished block, of all its conv1 outputs together, and of the widest of them."""
-        return sizes(self.parts())
+        # By what the modules say: others, which stand where the block function does not run, may say nothing.
+        layers = [layer for layer in self._modules.values() if type(layer) is DenseLayer and layer.has_bottleneck]
+        widths = [getattr(layer.conv1, "out_channels", 0) for layer in layers]
+        return self.num_output_features, sum(widths), max(widths, default=0)
+
+    def repeated(self) -> int:
+        """Multiplications of all its conv1, for one pixel."""
+        layers = [layer for layer in self._modules.values() if type(layer) is DenseLayer and layer.has_bottleneck]
+        return sum(layer.norm1.num_features * layer.conv1.out_channels for layer in layers if not layer.why_not_fused())
 
     def _why_not_dense_layers(self) -> str:
         foreign = [f"{key} is a {type(layer).__name__}" for key, layer in self.items() if type(layer) is not DenseLayer]

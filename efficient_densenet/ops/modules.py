@@ -20,10 +20,13 @@ from .sync_batch_norm import SyncBatchNorm, SyncBatchNormThen
 
 CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
+NORM_DIMS = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}  # those synchronised take any
+DIMS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}  # 0: drops values, else channels
 AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 MAX_POOLS = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
@@ -149,48 +152,71 @@ def why_quantised(layer: nn.Module) -> str:
 def why_not_recomputed(layer: Parts) -> str:
     """Why a dense layer's bottleneck cannot be rebuilt from its features."""
     return (
-        _why_other_norm(layer.norm1, "norm1", affine=False)
-        or _why_other_relu(layer.relu1, "relu1")
+        _why_other_relu(layer.relu1, "relu1")
         or _why_other(layer.conv1, "conv1", tuple(CONVOLUTIONS))
         or ("" if layer.conv1.padding_mode == "zeros" else f"conv1 pads with {layer.conv1.padding_mode!r}")
+        or _why_other_norm(layer.norm1, "norm1", layer.conv1, affine=False)
         or _why_hooked(layer.owners)
     )
 
 
 def why_not_fused(layer: Parts) -> str:
     """Why the block function cannot speak for a dense layer."""
-    why = _why_hooked(layer.owners) or _why_other_norm(layer.norm1, "norm1") or _why_other_relu(layer.relu1, "relu1")
-    if why or layer.norm2 is None:
-        return why or _why_other_conv(layer.conv1, "conv1", 3)
-    return (
-        _why_other_conv(layer.conv1, "conv1", 1)
-        or _why_other_norm(layer.norm2, "norm2")
-        or _why_other_relu(layer.relu2, "relu2")
-        or _why_other_conv(layer.conv2, "conv2", 3)
+    norm1, relu1, conv1, norm2, relu2, conv2 = layer[:6]
+    why = (
+        _why_hooked(layer.owners)
+        or _why_other_relu(relu1, "relu1")
+        or _why_other_conv(conv1, "conv1", 3 if norm2 is None else 1)
+        or _why_other_norm(norm1, "norm1", conv1)
     )
+    if why or norm2 is None:
+        return why
+    why = (
+        _why_other_relu(relu2, "relu2")
+        or _why_other_conv(conv2, "conv2", 3)
+        or _why_other_norm(norm2, "norm2", conv2)
+    )
+    if why:
+        return why
+    first, second = tensor(conv1, "weight"), tensor(conv2, "weight")
+    if type(conv1) is type(conv2) and first.shape[0] == second.shape[1] and first.dtype == second.dtype:
+        return ""
+    return f"conv2 is a {_described(conv2)} behind a {_described(conv1)}"
 
 
 def why_no_tail(tail: Tail) -> str:
     """Why the block function cannot take in what closes the block."""
-    norm, conv, pool = ("norm5", "", "") if tail.conv is None else ("norm", "conv", "pool")
-    why = _why_hooked(tail.owners) or _why_other_norm(tail.norm, norm) or _why_other_relu(tail.relu, "relu")
-    if why or tail.conv is None:
-        return why
+    norm, relu, conv, pool, owners = tail
+    why = _why_hooked(owners) or _why_other_relu(relu, "relu")
+    if why or conv is None:
+        return why or _why_other_norm(norm, "norm5")
     return (
-        _why_other_conv(tail.conv, conv, 1)
-        or _why_other(tail.pool, pool, AVERAGE_POOLS)
-        or ("" if _is_plain_halving(tail.pool) else "pool has another window")
+        _why_other_conv(conv, "conv", 1)
+        or _why_other_norm(norm, "norm", conv)
+        or _why_other(pool, "pool", AVERAGE_POOLS)
+        or ("" if _is_plain_halving(pool) else "pool has another window")
+        or ("" if AVERAGE_POOLS.index(type(pool)) + 1 == DIMS[type(conv)] else f"pool is an {type(pool).__name__}")
     )
 
 
-def why_no_stem(norm: nn.Module, relu: nn.Module | None, pool: nn.Module) -> str:
-    """Why BN, ReLU and max-pool of the stem cannot be one function."""
+def fits(tail: Tail, dims: int, channels: int, dtype: torch.dtype) -> bool:
+    """Whether what closes a block is for so many dimensions of space, so many channels, and their type."""
+    gamma = tensor(tail.norm, "weight")
+    dims_wanted = _norm_dims(tail.norm) if tail.conv is None else DIMS[type(tail.conv)]
+    return dims_wanted in (None, dims) and gamma.shape[0] == channels and _normalises(gamma.dtype, dtype)
+
+
+def why_no_stem(x: Tensor, norm: nn.Module, relu: nn.Module | None, pool: nn.Module) -> str:
+    """Why BN, ReLU and max-pool of the stem cannot be one function of x."""
     if why := _why_other_norm(norm, "norm0"):
         return why
     if why := _why_other_relu(relu, "relu0"):
         return why
     if type(pool) not in MAX_POOLS or is_hooked(pool) or pool.return_indices:
         return "pool0 is not a plain max-pool"
+    dims = MAX_POOLS[type(pool)]
+    if x.dim() != dims + 2 or not fits(Tail(norm, relu), dims, x.shape[1], x.dtype):
+        return "an input of another shape or type"
     return ""
 
 
@@ -217,7 +243,18 @@ def _why_other_relu(relu: nn.Module | None, name: str) -> str:
     return "" if relu is None else _why_other(relu, name, (nn.ReLU,))
 
 
-def _why_other_norm(norm: nn.Module, name: str, affine: bool = True) -> str:
+def _norm_dims(norm: nn.Module) -> int | None:
+    """For how many dimensions of space a norm is; ``None`` where for any."""
+    return NORM_DIMS.get(type(norm)) or (2 if isinstance(norm, nn.BatchNorm2d) else None)
+
+
+def _normalises(of_norm: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether a BatchNorm of one type takes features of another: its own, or half precision in float32."""
+    return of_norm == dtype or (of_norm == torch.float32 and dtype in HALF)
+
+
+def _why_other_norm(norm: nn.Module, name: str, conv: nn.Module | None = None, affine: bool = True) -> str:
+    """Why a norm, before this convolution, is not a BatchNorm of torch's in good order."""
     if type(norm) not in NORMS and rectifies(norm):
         if is_hooked(norm) or any(map(is_hooked, norm._modules.values())):
             return f"{name} has hooks"
@@ -225,18 +262,46 @@ def _why_other_norm(norm: nn.Module, name: str, affine: bool = True) -> str:
         return why
     if not norm.eps > 0:
         return f"{name} has eps {norm.eps}"
-    for parameter in (tensor(norm, "weight"), tensor(norm, "bias")):
+    gamma, beta = tensor(norm, "weight"), tensor(norm, "bias")
+    for parameter in (gamma, beta):
         if not is_plain(parameter) and (affine or parameter is not None):
             return f"{name} has no plain affine parameters"
+    buffers = norm._buffers
+    if not ("running_mean" in buffers and "running_var" in buffers and "num_batches_tracked" in buffers):
+        return f"{name} has running statistics that are no buffers"
+    mean, var = buffers["running_mean"], buffers["running_var"]
+    if (mean is None) != (var is None) or (mean is None and norm.track_running_stats):
+        return f"{name} has no running {'mean' if mean is None else 'variance'}"
+    shape = dtype = None
+    if conv is not None:
+        weight = tensor(conv, "weight")
+        shape = (weight.shape[1] * conv.groups,)
+        if _norm_dims(norm) not in (None, DIMS[type(conv)]):
+            return f"{name} is a {type(norm).__name__} before a {type(conv).__name__}"
+    for value in (gamma, beta, mean, var):
+        if value is None:
+            continue
+        shape, dtype = shape or value.shape, dtype or value.dtype
+        if value.shape != shape or value.dtype != dtype:
+            wanted = f"{dtype} for {shape[0]} channels" if len(shape) == 1 else "one row of channels"
+            return f"{name} has {value.dtype} of shape {tuple(value.shape)}, not {wanted}"
+    if conv is not None and dtype is not None and not _normalises(dtype, weight.dtype):
+        return f"{name} is in {dtype} before a {_described(conv)}"
     return ""
+
+
+def _described(conv: nn.Module) -> str:
+    weight = tensor(conv, "weight")
+    return f"{type(conv).__name__} of {weight.shape[1]} to {weight.shape[0]} channels in {weight.dtype}"
 
 
 def _why_other_conv(conv: nn.Module, name: str, kernel: int) -> str:
     if why := _why_other(conv, name, tuple(CONVOLUTIONS)):
         return why
-    if not is_plain(tensor(conv, "weight")):
+    weight, bias = tensor(conv, "weight"), tensor(conv, "bias")
+    if not is_plain(weight):
         return f"{name} has no plain weight"
-    dims = len(conv.kernel_size)
+    dims = DIMS[type(conv)]
     wanted = {
         "kernel_size": (kernel,) * dims, "padding": (kernel // 2,) * dims, "stride": (1,) * dims,
         "dilation": (1,) * dims, "groups": 1, "padding_mode": "zeros",
@@ -244,7 +309,14 @@ def _why_other_conv(conv: nn.Module, name: str, kernel: int) -> str:
     for setting, value in wanted.items():
         if getattr(conv, setting) != value:
             return f"{name} has {setting}={getattr(conv, setting)!r}"
-    return "" if tensor(conv, "bias") is None or is_plain(tensor(conv, "bias")) else f"{name} has no plain bias"
+    if weight.shape[2:] != wanted["kernel_size"]:
+        return f"{name} has a weight of shape {tuple(weight.shape)}"
+    if bias is None:
+        return ""
+    if not is_plain(bias):
+        return f"{name} has no plain bias"
+    fits_weight = bias.shape == weight.shape[:1] and bias.dtype == weight.dtype
+    return "" if fits_weight else f"{name} has a bias of shape {tuple(bias.shape)} in {bias.dtype}"
 
 
 def _is_plain_halving(pool: nn.Module) -> bool:

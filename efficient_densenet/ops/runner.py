@@ -17,7 +17,7 @@ from torch import Tensor
 from .batch_norm import synchronised_over, uses_batch_statistics
 from .dense_block import BlockCall, NormCall, TailCall, fused_block, layer_call
 from .layout import behind_convolution, behind_pointwise, gradient_in_format, is_channels_last
-from .modules import Parts, Tail, tensor
+from .modules import Parts, Tail, fits, tensor
 
 
 def process_groups(layers: Sequence[Parts]) -> set[dist.ProcessGroup | None]:
@@ -28,17 +28,24 @@ def process_groups(layers: Sequence[Parts]) -> set[dist.ProcessGroup | None]:
 
 def dtype_of(x: Tensor, layers: Sequence[Parts], tail: Tail | None = None) -> torch.dtype | None:
     """What the block function stores and multiplies in; None where torch refuses or must decide the mixture."""
-    weight = (layers[0].conv1 if layers else tail.conv).weight.dtype
+    weight, *others = [tensor(layer.conv1, "weight").dtype for layer in layers] or [tensor(tail.conv, "weight").dtype]
+    if any(other != weight for other in others):
+        return None
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight):
         return torch.get_autocast_dtype(x.device.type)
     return weight if x.dtype == weight else None
 
 
-def sizes(layers: Sequence[Parts]) -> tuple[int, int, int]:
-    """Channels of the finished block, of all its conv1 outputs together, and of the widest of them."""
-    widths = [0 if layer.norm2 is None else layer.conv1.out_channels for layer in layers]
-    new = sum(layer.convs[-1].out_channels for layer in layers)
-    return layers[0].norm1.num_features + new, sum(widths), max(widths)
+def closes(tail: Tail, x: Tensor, layers: Sequence[Parts]) -> bool:
+    """Whether layers that can be computed of x, and a tail without objections, can be one function."""
+    if tail.conv is not None and min(x.shape[2:]) < 2:
+        return False
+    channels = x.shape[1] + sum(tensor(layer.convs[-1], "weight").shape[0] for layer in layers)
+    if not fits(tail, x.dim() - 2, channels, dtype_of(x, layers, tail)):
+        return False
+    if layers and tail.conv is not None and tensor(tail.conv, "weight").dtype != tensor(layers[0].conv1, "weight").dtype:
+        return False
+    return len(process_groups(layers) | NormCall.of(tail.norm).groups) <= 1
 
 
 def formats(layer: Parts, channels_last: bool, shape: Sequence[int], dtype: torch.dtype) -> list[bool]:
