@@ -49,6 +49,7 @@ LIBRARY = tuple(mode for mode in MODES if mode not in ("naive", "auto"))
 GIB = 2**30
 BUDGETS_GIB = (12, 16, 24, 80)
 CELL_SECONDS = 150  # more than any part should take; a kernel that hangs must not take the rest with it
+COMPILING_SECONDS = 300  # the same, where a whole network is compiled
 LEAST_SECONDS = 5
 
 # (a) What is compared with float64: every kind of layer, stem and size the kernels tell apart.
@@ -89,8 +90,11 @@ TIMED = (
     ("densenet201", None, None, 64, "float32"),
     ("densenet201", None, None, 128, "float32"),
 )
-COMPILED = (("densenet_bc", 100), ("densenet121", None))
-ACTIVATION_BUDGETS = (0.3, 0.05)  # of torch.compile
+COMPILED = TIMED[:2]
+# Each in a process of its own, with the plain model in turn: compiling takes minutes.
+COMPILATIONS = (
+    ("fused", "compiled"), ("naive", "compiled"), ("naive", "compiled, budget 0.3"), ("naive", "compiled, budget 0.05")
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,12 @@ class Settings:
             for dtype in ("float32", "bfloat16", "float16") for setup in setups
         ]  # fmt: skip
         timed = TIMED[:2] if self.dry_run else TIMED
-        cells += [{"part": "b", "check": "time", **_network(*network, toy=self.dry_run)} for network in timed]
+        times = [{"part": "b", "check": "time", **_network(*network, toy=self.dry_run)} for network in timed]
+        compiled = [
+            {"part": "b", "check": "time", **_network(*network, toy=self.dry_run), "execution": execution, "mode": mode}
+            for network in COMPILED for mode, execution in COMPILATIONS
+        ]  # fmt: skip
+        cells += [*times[:4], *compiled, *times[4:]]
         cells += [
             {"part": "c", "check": "largest batch", **_network(*network[:3], 1, dtype, toy=self.dry_run), "mode": mode}
             for network, dtype in ((TIMED[1], "bfloat16"), (TIMED[0], "float32"), (TIMED[4], "float32"))
@@ -152,7 +161,7 @@ def _name(cell: dict[str, Any]) -> str:
     what = f"{title(cell)}, batch {cell['batch_size']}" if cell["check"] == "time" else cell["check"]
     if cell["check"] in ("largest batch", "operators"):
         what += f", {title(cell)}" + (f", batch {cell['batch_size']}" if cell["check"] == "operators" else "")
-    details = [cell[detail] for detail in ("dtype", "settings", "mode") if detail in cell]
+    details = [cell[detail] for detail in ("dtype", "settings", "mode", "execution") if detail in cell]
     return f"({cell['part']}) {', '.join([what, *details])}"
 
 
@@ -259,14 +268,11 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abs
 def contenders(cell: dict[str, Any]) -> list[dict[str, Any]]:
     """What is timed: mode, layout, and how it is executed."""
     modes = [*(["torchvision"] if cell["model"] in TORCHVISION else []), *LIBRARY]
-    eager = [("naive", False, "eager"), *((mode, True, "eager") for mode in ("naive", *modes))]
-    graphed = [(mode, True, "graphed") for mode in ("naive", "fused", "lean")]
-    compiled = []
-    if (cell["model"], cell["depth"]) in COMPILED and cell["batch_size"] == 64 or cell["dry_run"]:
-        compiled = [("naive", True, "compiled"), ("fused", True, "compiled")]
-        compiled += [("naive", True, f"compiled, budget {share}") for share in ACTIVATION_BUDGETS]
-    columns = ("mode", "channels_last", "execution")
-    return [dict(zip(columns, contender)) for contender in eager + graphed + compiled]
+    contenders = [("naive", True, "eager"), *((mode, True, "eager") for mode in modes), ("naive", False, "eager")]
+    contenders += [(mode, True, "graphed") for mode in ("naive", "fused", "lean")]
+    if "execution" in cell:
+        contenders = [contenders[0], (cell["mode"], True, cell["execution"])]
+    return [dict(zip(("mode", "channels_last", "execution"), contender)) for contender in contenders]
 
 
 def check_time(cell: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -520,7 +526,8 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     left = 0
     print_row("what", "mode", "status")
     for cell in cells:
-        seconds = min(end - time.monotonic(), CELL_SECONDS)
+        limit = COMPILING_SECONDS if "execution" in cell else CELL_SECONDS
+        seconds = min(end - time.monotonic(), limit)
         if cell["name"] in ended:
             continue
         if seconds < LEAST_SECONDS:
@@ -535,7 +542,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
             elif cell["check"] != "operators":  # of which there are many
                 print_row(cell["name"], row.get("mode") or row.get("operator") or "", row["status"])
             made.append({**cell, **row, **conditions})
-            if made[-1]["status"] == "out of time" and seconds < CELL_SECONDS:  # the next call gives it more
+            if made[-1]["status"] == "out of time" and seconds < limit:  # the next call gives it more
                 left, made = left + 1, []
             write_rows(settings.output, rows + made)
         rows += made

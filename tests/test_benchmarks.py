@@ -339,6 +339,80 @@ def test_help_explains_every_flag(command, capsys):
         assert explanation.endswith(".") and not explanation.startswith(("Type: ", "Default: ")), (name, explanation)
 
 
+# The check of a GPU
+
+
+def of_dry_run(*checks: str) -> list[dict]:
+    """The first cell of each of these checks."""
+    cells = gpu_check.Settings(dry_run=True).cells()
+    return [next(cell for cell in cells if cell["check"] == check) for check in checks]
+
+
+def test_the_gpu_check_s_order_is_that_of_its_parts(monkeypatch):
+    """Every cell has a name of its own, by which a later call knows it. Kills: a part that hides behind a slow one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for settings in (gpu_check.Settings(dry_run=True), gpu_check.Settings()):
+        cells = settings.cells()
+        assert len({cell["name"] for cell in cells}) == len(cells)
+        parts = [cell["part"] for cell in cells]
+        assert parts == sorted(parts) and set(parts) == set("abcd")
+        assert cells[0]["check"] == "kernels"
+        times = [cell for cell in cells if cell["check"] == "time"]
+        assert "execution" not in times[0] and "execution" in times[-1] or not settings.dry_run
+        assert {cell["execution"] for cell in times if "execution" in cell} >= {"compiled", "compiled, budget 0.3"}
+
+
+def test_the_gpu_check_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    """Rows as they come, none made twice; the report names every part. Kills: a rerun that starts from the beginning."""
+    cells = of_dry_run("time", "largest batch", "operators")
+    output = tmp_path / "check.csv"
+    settings = gpu_check.Settings(dry_run=True, output=str(output))
+    asked = []
+
+    def filled(row: dict[str, str]) -> dict[str, str]:
+        return {column: value for column, value in row.items() if value}
+
+    monkeypatch.setattr(gpu_check.Settings, "cells", lambda self: cells[: len(asked)])
+    for cell in cells:
+        asked.append(cell)
+        before = read(output) if output.exists() else []
+        gpu_check.run(settings)
+        rows = read(output)
+        assert list(map(filled, rows[: len(before)])) == list(map(filled, before))  # with their seconds
+        assert {row["name"] for row in rows[len(before) :]} == {cell["name"]}
+        assert rows[-1]["check"] == gpu_check.ENDED and rows[-1]["status"] == "ok"
+    assert gpu_check.run(settings) and read(output) == rows
+    timed = [row for row in rows if row["check"] == "time"]
+    assert {(row["mode"], row["execution"]) for row in timed if row["status"] == "ok"} == {
+        (mode, "eager") for mode in ("naive", *gpu_check.LIBRARY)
+    }
+    assert all(row["step_ms"] and row["peak_mib"] for row in timed if row["status"] == "ok")
+    assert {row["status"] for row in timed if row["execution"] == "graphed"} == {"skipped: CUDA graphs need a GPU"}
+    batches = [int(row["largest_batch"]) for row in rows if row["check"] == "largest batch"]
+    assert len(batches) == 2 and batches[0] < batches[1]
+    report = (tmp_path / "check.md").read_text()
+    assert "Nothing is wrong." in report and all(cell["name"].partition(",")[0] in report for cell in cells)
+    assert capsys.readouterr().out.rstrip().endswith("complete")
+
+
+def test_the_gpu_check_leaves_what_the_time_does_not_allow(tmp_path, capsys):
+    settings = gpu_check.Settings(dry_run=True, minutes=0.01, output=str(tmp_path / "check.csv"))
+    assert gpu_check.run(settings) == []
+    count = len(settings.cells())
+    assert f"{count} of {count} parts are left for the next call" in capsys.readouterr().out
+
+
+def test_the_gpu_check_s_report_begins_with_what_is_wrong():
+    where = dict.fromkeys(gpu_check.WHERE, "here")
+    rows = [
+        {"name": "(a) kernels", "check": "kernels", "operator": "correct", "dtype": "float32", "status": status, **where}
+        for status in ("ok", "differs by 3.0")
+    ]
+    report = gpu_check.report(rows)
+    assert "1 of 2 rows are not as they should be:" in report
+    assert report.index("correct: differs by 3.0") < report.index("## Kernels against the plain path")
+
+
 # Cells
 
 
