@@ -505,7 +505,10 @@ ENDED = "the end"
 
 
 def check(cell: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of one cell."""
+    """The rows of one cell, in a process of its own."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms ask for it
+    if cell["dry_run"]:
+        os.environ |= {"EFFICIENT_DENSENET_KERNELS": "interpret", "TRITON_INTERPRET": "1"}
     if cell["device"] != "cpu":
         torch.cuda.set_device(torch.device(cell["device"]))
     return CHECKS[cell["check"]](cell)
@@ -514,9 +517,6 @@ def check(cell: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def run(settings: Settings) -> list[dict[str, Any]]:
     """Do what is left of the cells in the time there is; returns all rows."""
     end = time.monotonic() + 60 * settings.minutes
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms ask for it
-    if settings.dry_run:
-        os.environ["EFFICIENT_DENSENET_KERNELS"] = "interpret"
     conditions = environment(settings.device)
     rows: list[dict[str, Any]] = read_rows(settings.output) if os.path.exists(settings.output) else []
     cells = settings.cells()
