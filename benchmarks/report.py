@@ -1,4 +1,4 @@
-"""The README's table and figure, made from the rows under benchmarks/results.
+"""The README's tables and figure, made from the rows under benchmarks/results.
 
 python benchmarks/report.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,20 +17,22 @@ from typing import Any
 from measure import ROOT, read_rows, size, start, title
 
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
+MARKER = re.compile(r"<!-- (\w+):(begin|end) -->")
 KNOWN = {
     "concatenation": "`torch.utils.checkpoint`, concatenating",
     "torchvision": "torchvision, `memory_efficient=True`",
 }
+CACHES = 1.8  # bandwidth of a GPU's second-level cache against its memory's, as assumed
 STEP = ("model", "depth", "growth_rate", "batch_size", "image_size", "spatial_dims", "dtype", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Rewrite the benchmark part of the README, and its figure, from the rows of benchmarks/memory.py and speed.py.
+    """Rewrite the README's parts between markers, and its figure, from the rows of the benchmarks.
 
     Args:
-        results: Folder of the rows, memory*.csv and speed*.csv; the figure memory.png goes there.
-        readme: The file; what stands between its two marker comments is replaced.
+        results: Folder of the rows, memory*.csv, speed*.csv and so on; the figure memory.png goes there.
+        readme: The file; what stands between its pairs of marker comments is replaced.
     """
 
     results: str = str(ROOT / "benchmarks" / "results")
@@ -40,20 +43,37 @@ class Settings:
             raise ValueError(f"results={self.results!r} holds no memory*.csv; benchmarks/memory.py --output writes one")
         if not Path(self.readme).is_file():
             raise ValueError(f"readme={self.readme!r} is not a file")
-        split(Path(self.readme).read_text(encoding="utf-8"))
+        text = Path(self.readme).read_text(encoding="utf-8")
+        split(text)
+        parts(text)
 
 
-def split(text: str) -> tuple[str, str, str]:
-    """A text before, between and behind the markers.
+def split(text: str, name: str = "benchmark") -> tuple[str, str, str]:
+    """A text before, between and behind the markers of one part.
 
     Raises:
         ValueError: it does not have exactly one pair of them.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise ValueError(f"the README needs one line {BEGIN} and below it one line {END}")
-    before, _, rest = text.partition(BEGIN)
-    between, _, after = rest.partition(END)
+    begin, end = BEGIN.replace("benchmark", name), END.replace("benchmark", name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise ValueError(f"the README needs one line {begin} and below it one line {end}")
+    before, _, rest = text.partition(begin)
+    between, _, after = rest.partition(end)
     return before, between, after
+
+
+def parts(text: str) -> list[str]:
+    """The names of the parts that a text has markers for.
+
+    Raises:
+        ValueError: a part that nothing here makes.
+    """
+    names = list(dict.fromkeys(name for name, _ in MARKER.findall(text)))
+    for name in names:
+        if name not in PARTS:
+            raise ValueError(f"the README has markers for {name!r}; there are {', '.join(PARTS)}")
+        split(text, name)
+    return names
 
 
 def rows_of(results: str | Path, kind: str) -> list[dict[str, str]]:
@@ -147,6 +167,46 @@ def headline(shown: list[dict[str, str]], times: dict[tuple, dict[str, str]], pr
         f"`{least['mode']}`, at {float(naive['peak_mib']):,.0f} MiB in plain PyTorch"
         f"{''.join(f'; {sentence}' for sentence in taken)}."
     )
+
+
+def render_counts(results: str | Path) -> str:
+    """The Markdown of what a step on a GPU would do, as counted by cuda_counts.py."""
+    rows = rows_of(results, "cuda_counts")
+    lines = [
+        "| training step on CUDA, counted | mode | launches | of naive | bytes | of naive | loads | peak | of naive |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    bounds = []
+    naive: dict[str, str] = {}
+    for row in rows:
+        if row["mode"] == "naive":
+            naive = row
+        launches, bytes_, loads, peak = (
+            float(row[column]) for column in ("launches", "bytes", "loaded_bytes", "peak_bytes")
+        )
+        share = {column: f"{float(row[column]) / float(naive[column]):.3f}" for column in ("launches", "bytes", "peak_bytes")}
+        what = f"{title(row)}, {size(row)}, {row['dtype']}" if row["mode"] == "naive" else ""
+        cells = [
+            what, KNOWN.get(row["mode"], f"`{row['mode']}`"), f"{launches:,.0f}", share["launches"],
+            f"{bytes_ / 1e9:.1f} GB", share["bytes"], f"{loads / 1e9:.1f} GB",
+            f"{peak / 2**20:,.0f} MiB", share["peak_bytes"],
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+        if row["mode"] == "fused":
+            written = float(row["written_bytes"])
+            bounds.append((bytes_ / float(naive["bytes"]), (loads + written) / CACHES / float(naive["bytes"])))
+    waits = {int(row["host_waits"]) for row in rows}
+    least, most = min(low for low, _ in bounds), max(max(bound) for bound in bounds)
+    note = (
+        f"Host waits: {' to '.join(map(str, sorted({min(waits), max(waits)})))}. Bytes: every element that a launch reads "
+        "or writes, once. Loads: what the kernels' loads ask for, with what several of them read again and the caches "
+        "have; of torch's own kernels, every element once. Estimated from this alone, and measured nowhere: a `fused` "
+        f"step takes between {least:.2f} and {most:.2f} of plain PyTorch's time where memory sets the pace, the lower "
+        f"bound where caches serve all repeated loads at no cost, the upper one where they come at {CACHES} times "
+        "the memory's bandwidth."
+    )
+    commands = dict.fromkeys(row["command"] for row in rows)
+    return "\n".join(["", *lines, "", wrapped(note), "", "```bash", *commands, "```", ""])
 
 
 def step_of(row: dict[str, Any]) -> tuple[str, ...]:
@@ -259,16 +319,27 @@ def draw_memory(rows: list[dict[str, Any]], path: str | Path) -> None:
     os.replace(temporary, path)
 
 
+PARTS = {"benchmark": render, "counts": render_counts}
+
+
 def run(settings: Settings) -> None:
     readme, results = Path(settings.readme), Path(settings.results)
     figure = results / "memory.png"
     draw_memory(rows_of(results, "memory"), figure)
-    before, _, after = split(readme.read_text(encoding="utf-8"))
-    text = before + BEGIN + render(results, os.path.relpath(figure, readme.parent)) + END + after
+    text = readme.read_text(encoding="utf-8")
+    for name in parts(text):
+        before, _, after = split(text, name)
+        begin, end = BEGIN.replace("benchmark", name), END.replace("benchmark", name)
+        text = before + begin + PARTS[name](results, *figures(name, figure, readme)) + end + after
     temporary = f"{readme}.tmp"
     Path(temporary).write_text(text, encoding="utf-8")
     os.replace(temporary, readme)
-    print(f"wrote {figure} and the benchmark part of {readme}")
+    print(f"wrote {figure} and the parts of {readme} between markers")
+
+
+def figures(name: str, figure: Path, readme: Path) -> tuple[str, ...]:
+    """What a part needs besides the rows: the figure's address as the README writes it."""
+    return (os.path.relpath(figure, readme.parent),) if name == "benchmark" else ()
 
 
 def main(arguments: list[str] | None = None) -> None:
