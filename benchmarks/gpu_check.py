@@ -71,6 +71,11 @@ TOY_NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "no bottleneck": ({"growth_rate": 4, "block_config": (2, 2), "bn_size": None}, (2, 3, 5, 6)),
 }  # fmt: skip
 
+STEPS = [
+    {"part": "a", "check": "steps", "dtype": dtype, "settings": setup}
+    for dtype in ("float32", "bfloat16", "float16") for setup in ("default", "deterministic")
+]  # fmt: skip
+
 # (b) Networks, batches and types by priority, and those that are compiled too.
 TIMED = (
     ("densenet_bc", 100, 12, 64, "float32"),
@@ -134,12 +139,7 @@ class Settings:
     def cells(self) -> list[dict[str, Any]]:
         """What is done, each in a process of its own, in order of priority."""
         common = {"device": self.device, "dry_run": self.dry_run}
-        setups = ("default", "deterministic")
-        cells = [{"part": "a", "check": "kernels"}]
-        cells += [
-            {"part": "a", "check": "steps", "dtype": dtype, "settings": setup}
-            for dtype in ("float32", "bfloat16", "float16") for setup in setups
-        ]  # fmt: skip
+        cells = [{"part": "a", "check": "kernels"}, *STEPS]
         timed = TIMED[:2] if self.dry_run else TIMED
         times = [{"part": "b", "check": "time", **_network(*network, toy=self.dry_run)} for network in timed]
         compiled = [
@@ -200,7 +200,10 @@ def check_steps(cell: dict[str, Any]) -> Iterator[dict[str, Any]]:
     device, dtype = torch.device(cell["device"]), DTYPES[cell["dtype"]]
     if cell["settings"] == "deterministic":
         torch.use_deterministic_algorithms(True)
-    for name, (shape, size) in (TOY_NETWORKS if cell["dry_run"] else NETWORKS).items():
+    networks = NETWORKS
+    if cell["dry_run"]:  # all of them once; the interpreter takes half a minute for each
+        networks = dict(list(TOY_NETWORKS.items())[: None if cell["name"] == _name(STEPS[0]) else 1])
+    for name, (shape, size) in networks.items():
         torch.manual_seed(0)
         model = DenseNet(**shape, efficient="naive").to(device)
         for module in model.modules():
