@@ -10,3 +10,11 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def compiler():
+    """torch's compiler, forgetting what it compiled."""
+    torch._dynamo.reset()
+    yield torch._dynamo
+    torch._dynamo.reset()

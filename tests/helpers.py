@@ -125,6 +125,11 @@ def training_state(
     return state
 
 
+def compiled_state(model: nn.Module, compiled, size: int, **kwargs) -> dict:
+    """A step of ``model`` through what was compiled of it."""
+    return training_state(model, images(size, 3, 8, 8), forward=lambda net, x: compiled(x), **kwargs)
+
+
 def assert_same(expected: dict, actual: dict, tolerance: float = 1e-10, running: float | None = None) -> None:
     """Every entry equal by name, relative to the entry's largest value; integers and absences exactly.
 

@@ -32,6 +32,7 @@ from helpers import (
     blocks,
     buffers,
     classification_loss,
+    compiled_state,
     each_mode,
     evaluation,
     gradients,
@@ -1382,19 +1383,6 @@ def test_export(mode):
 looks_at_gradients = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-@pytest.fixture
-def compiler():
-    """torch's compiler, forgetting what it compiled."""
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
-def compiled_state(model: nn.Module, compiled, size: int, **kwargs) -> dict:
-    """A step of ``model`` through what was compiled of it."""
-    return training_state(model, images(size, 3, 8, 8), forward=lambda net, x: compiled(x), **kwargs)
-
-
 @looks_at_gradients
 @each_mode
 def test_compile(mode, compiler):
@@ -1601,32 +1589,3 @@ def test_training_goes_on_after_an_exception(mode, phase):
         assert torch.allclose(want, got, rtol=0, atol=1e-12) or phase == "forward", name
     other.load_state_dict(model.state_dict())
     assert_trains_like(model, other, images(), steps=2)
-
-
-@pytest.mark.parametrize("mode", ["fused", "lean"])
-@pytest.mark.parametrize("setting", ["plain", "drop_rate", "frozen", "cumulative", "evaluation"])
-def test_one_graph(mode, setting, compiler):
-    """Blocks as operators: no graph break, the plain model's numbers. Kills: statistics that move inside or not at all,
-    dropout drawn in the operator, gradients of what is frozen."""
-    model = toy(block_config=(2,), drop_rate=0.3 if setting == "drop_rate" else 0.0)
-    if setting == "frozen":
-        for p in model.features.denseblock1.denselayer1.parameters():
-            p.requires_grad_(False)
-    if setting == "cumulative":
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.momentum = None
-    model.train(setting != "evaluation")
-    other = twin(model, mode)
-    compiled = torch.compile(other, backend="eager", fullgraph=True)
-    assert_same(training_state(model, images()), compiled_state(other, compiled, 4))
-
-
-def test_one_graph_for_all_batches(compiler):
-    """Through AOTAutograd, with the fake implementations. Kills: a graph for every batch size; wrong shapes of fakes."""
-    model = toy(block_config=(2, 1))
-    other = twin(model, "fused")
-    compiled = torch.compile(other, backend="aot_eager", fullgraph=True, dynamic=True)
-    for size in (5, 9, 7):
-        with compiler.config.patch(error_on_recompile=size != 5):
-            assert_same(training_state(model, images(size, 3, 8, 8)), compiled_state(other, compiled, size))

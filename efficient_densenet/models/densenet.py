@@ -103,7 +103,7 @@ class DenseNet(nn.Module):
     initialisation: He et al., Delving Deep into Rectifiers, ICCV 2015 (arXiv:1502.01852), equation 14.
     """
 
-    __jit_unused_properties__ = ["efficient", "feature_info"]
+    __jit_unused_properties__ = ["efficient", "feature_info", "_stem_end"]
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class DenseNet(nn.Module):
         """
         if self._efficient != "lean":
             return set()
-        sizes = [size for size in self.block_sizes(input_shape) if size.block.plan().runs == "lean"]
+        sizes = [size for size in self.block_sizes(input_shape) if size.block.path()[0] == "lean"]
         kept: set[DenseBlock] = set()
         allowed = highest(sizes, kept)
         for size in reversed(sizes):

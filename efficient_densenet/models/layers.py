@@ -17,7 +17,7 @@ from ..ops.modules import (
     why_plain, why_quantised,
 )  # fmt: skip
 from ..ops.passes import choice
-from ..ops.runner import behind_transition, closes, dtype_of, process_groups, run_fused, run_outside_the_compiler
+from ..ops.runner import behind_transition, closes, dtype_of, process_groups, run_fused, run_outside_the_compiler, why_no_operator
 from .weights import layer_key
 
 MODES = ("naive", "checkpoint", "fused", "lean", "auto")
@@ -143,6 +143,9 @@ class BlockPlan:
     ``keeps_conv1``: whether the outputs of the layers' ``conv1`` stay in memory between forward and backward. Always in
     naive, checkpoint and fused; in lean only in the blocks that do not set the peak.
 
+    ``graph_break``: why, under ``torch.compile``, it is left out of the graph and runs uncompiled; empty where it is part
+    of it.
+
     ``passes``: in a model's plan, of fused and lean blocks: whether they run Triton kernels or torch's operations where
     the weights are, and why.
     """
@@ -153,6 +156,7 @@ class BlockPlan:
     reason: str = ""
     keeps_conv1: bool = True
     passes: str = ""
+    graph_break: str = ""
 
 
 class DenseBlock(nn.ModuleDict):
@@ -224,7 +228,7 @@ class DenseBlock(nn.ModuleDict):
     def _run(self, x: Tensor) -> Tensor:
         if self.efficient == "naive" or why_plain(x):
             return self._plain(x)
-        runs = self.plan().runs
+        runs, _ = self.path()
         if runs == "naive":
             return self._plain(x)
         out, channels_last = self._inside(x, runs)
@@ -262,7 +266,7 @@ class DenseBlock(nn.ModuleDict):
             The output, and whether it is channels-last in the plain model, or ``None`` where it is laid out so already;
             or ``None`` where block and tail have to be called the one after the other.
         """
-        if is_hooked(self) or why_plain(x) or (runs := self.plan().runs) == "naive":
+        if is_hooked(self) or why_plain(x) or (runs := self.path()[0]) == "naive":
             return None
         if isinstance(tail, Transition):
             if tail.why_not_taken_in():
@@ -312,29 +316,35 @@ class DenseBlock(nn.ModuleDict):
         answers = [(key, why(layer)) for key, layer in self.items()]
         return [(key, answer) for key, answer in answers if answer]
 
-    def plan(self, name: str = "", keeps_conv1: bool = False) -> BlockPlan:
-        """What this block runs, and why where that was not asked for; ``keeps_conv1`` as its model decides in lean."""
+    def path(self) -> tuple[str, str]:
+        """What this block runs, and why where that was not asked for."""
         asked = self.efficient
         if asked == "naive":
-            return BlockPlan(name, asked, "naive")
+            return asked, ""
         if len(self) == 0 or (foreign := self._why_not_dense_layers()):
-            return BlockPlan(name, asked, "naive", foreign if len(self) else "no layers")
+            return "naive", foreign if len(self) else "no layers"
         if is_inspected(self):
-            return BlockPlan(name, asked, "naive", "inspected: every norm and convolution has hooks")
+            return "naive", "inspected: every norm and convolution has hooks"
         if asked != "checkpoint":
             reasons = [f"{key}: {why}" for key, why in self._objections(DenseLayer.why_not_fused)]
             if not reasons and len(process_groups(self.parts())) > 1:
                 reasons = ["its norms take their statistics over different processes"]
             if not reasons:
-                runs = "fused" if asked == "auto" else asked
-                return BlockPlan(name, asked, runs, keeps_conv1=keeps_conv1 or runs == "fused")
+                return "fused" if asked == "auto" else asked, ""
         else:
             objections = self._objections(lambda layer: why_not_recomputed(layer.parts()))
             reasons = [f"{key} is not recomputed: {why}" for key, why in objections]
         quantised = [f"{key}: {why}" for key, why in self._objections(why_quantised)] if reasons else []
-        if quantised:
-            return BlockPlan(name, asked, "naive", "; ".join(quantised))
-        return BlockPlan(name, asked, "checkpoint", "; ".join(reasons))
+        return ("naive", "; ".join(quantised)) if quantised else ("checkpoint", "; ".join(reasons))
+
+    def plan(self, name: str = "", keeps_conv1: bool = False) -> BlockPlan:
+        """What this block runs, and why where that was not asked for; ``keeps_conv1`` as its model decides in lean."""
+        runs, reason = self.path()
+        graph_break = "checkpointed" if runs == "checkpoint" else ""
+        if runs in ("fused", "lean"):
+            graph_break = why_no_operator(self.parts())
+        keeps_conv1 = keeps_conv1 or runs != "lean"
+        return BlockPlan(name, self.efficient, runs, reason, keeps_conv1, graph_break=graph_break)
 
     def passes(self) -> str:
         """What the block function's passes run on, for :class:`BlockPlan`."""

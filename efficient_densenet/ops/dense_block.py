@@ -183,6 +183,8 @@ def dense_block_reference(x: Tensor, call: BlockCall, parameters: Sequence[Tenso
         y = convolved(y, *p[-2:])
         if layer.drop_rate:
             y = y * draw_dropout(layer, y.shape, y.dtype, y.device, kept.random_state)
+        elif layer.factor is not None:
+            y = y * layer.factor
         features.insert(0 if call.new_first else len(features), y)
     if call.new_only:
         features.pop(-1 if call.new_first else 0)
@@ -231,6 +233,23 @@ def draw_dropout(
     with torch.random.fork_rng(devices):
         torch.cuda.set_rng_state(state, device) if devices else torch.set_rng_state(state)
         return F.dropout(ones, rate)
+
+
+def with_factors(call: BlockCall, x: Tensor, parameters: Sequence[Tensor], dtype: torch.dtype) -> BlockCall:
+    """The same call with dropout's factors drawn, so that nobody has to draw them again; the same values."""
+    layers = tuple(
+        dataclasses.replace(
+            layer, drop_rate=0.0,
+            factor=draw_dropout(layer, (x.shape[0], p[-2].shape[0], *x.shape[2:]), dtype, x.device),
+        ) if layer.drop_rate else layer
+        for layer, p in zip(call.layers, call.split(parameters)[0], strict=True)
+    )  # fmt: skip
+    return dataclasses.replace(call, layers=layers)
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being made, in which a generator's state can be neither read nor set."""
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass
@@ -647,6 +666,8 @@ def fused_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype:
     """
     groups, _ = call.split(parameters)
     new = sum(p[-2].shape[0] for p in groups)
+    if _is_captured(x.device):
+        call = with_factors(call, x, parameters, dtype)
     if not groups and x.dtype == dtype and x.movedim(1, -1).is_contiguous():  # nothing to write beside it
         buffer, first = FeatureBuffer.of(x), x
     else:

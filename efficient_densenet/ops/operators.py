@@ -22,7 +22,7 @@ from .batch_norm import Exchange, Statistics, move_running_statistics
 from .costs import made_of
 from .dense_block import (
     BlockCall, LayerCall, NormCall, TailCall, _Backward, _Forward, _Geometry, _Kept, _KeptLayer, as_it_says,
-    draw_dropout,
+    with_factors,
 )  # fmt: skip
 from .storage import FeatureBuffer, as_rows, channels_last_empty
 
@@ -59,15 +59,6 @@ def _call(bottlenecks, eps, batch, running, factors, drops, tail) -> BlockCall:
     return BlockCall(layers, TailCall(next(norm), pool, tail[0] >= 0) if tail else None, True)
 
 
-def why_not_traced(call: BlockCall, parameters: Sequence[Tensor | None]) -> str:
-    """Why a block cannot be an operator."""
-    if call.group is not None:
-        return "statistics over several processes"
-    if call.new_first or call.new_only or any(bias is not None for bias in parameters[3::4]):
-        return "a block of other people's"
-    return ""
-
-
 def _without_biases(parameters: Sequence) -> list:
     return [p for i, p in enumerate(parameters) if i % 4 != 3]
 
@@ -96,6 +87,8 @@ def _block(
     with as_it_says(x.device):
         buffer.tensor.narrow(1, 0, x.shape[1]).copy_(x)
         run = _Forward(buffer, x.shape[1], call, _with_biases(parameters), keep=keep_conv1)
+        if not all(batch):  # the same every time, also where nobody takes statistics
+            run.statistics.zero_()
         out, kept = run.run(), run.kept
     conv1 = [layer.conv1 for layer in kept.layers if layer.conv1 is not None]
     return [*([out] if tail else []), buffer.tensor, kept.statistics, *conv1]
@@ -184,18 +177,27 @@ def _differentiate(ctx, grads):
     return dx, dparameters, None, None, None, [None] * len(running), [None] * len(factors), *(None,) * 5
 
 
+def _differentiate_again(ctx, *grads):
+    raise RuntimeError(
+        "second derivatives of a compiled dense block cannot be had; take them from the model uncompiled, or compile it "
+        "with efficient='naive'"
+    )
+
+
 _library.impl("block", _block, "CompositeExplicitAutograd")
 _library.impl("block_backward", _block_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("efficient_densenet::block", _fake_block, lib=_library)
 torch.library.register_fake("efficient_densenet::block_backward", _fake_block_backward, lib=_library)
 torch.library.register_autograd("efficient_densenet::block", _differentiate, setup_context=_keep, lib=_library)
+torch.library.register_autograd("efficient_densenet::block_backward", _differentiate_again, lib=_library)
 made_of("efficient_densenet::block", _block)
 made_of("efficient_densenet::block_backward", _block_backward)
 
 
 def traced_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """:func:`~.dense_block.fused_block` for the compiler to trace; takes the same, in one process."""
-    norms = call.norms
+    """:func:`~.dense_block.fused_block` for the compiler to trace; takes the same, in one process, without biases."""
+    call = with_factors(call, x, parameters, dtype)
+    norms, layers = call.norms, call.layers
     running = [
         tensor.clone()  # another forward may move them before this one's backward
         for norm in norms if not norm.batch
@@ -203,35 +205,33 @@ def traced_block(x: Tensor, call: BlockCall, parameters: Sequence[Tensor], dtype
     ]  # fmt: skip
     groups = [_without_biases(p) for p in call.split(parameters)[0]]
     parameters = _without_biases(parameters)
-    factors = [
-        draw_dropout(layer, (x.shape[0], p[-1].shape[0], *x.shape[2:]), dtype, x.device)
-        for layer, p in zip(call.layers, groups, strict=True) if layer.drop_rate
-    ]  # fmt: skip
+    factors = [layer.factor for layer in layers if layer.factor is not None]
+    bottlenecks = [layer.norm2 is not None for layer in layers]
     tail = []
     if call.tail is not None:
         tail = list(call.tail.pool or (0 if call.tail.channels_last else -1,))
     wanted = torch.is_grad_enabled()
     needed = [wanted and tensor.requires_grad for tensor in (x, *parameters)]
     out, *others = torch.ops.efficient_densenet.block(
-        x, list(parameters), [layer.norm2 is not None for layer in call.layers], [norm.eps for norm in norms],
-        [norm.batch for norm in norms], running, factors, [layer.drop_rate > 0 for layer in call.layers], tail,
-        call.keep_conv1 and any(needed), needed, dtype,
+        x, list(parameters), bottlenecks, [norm.eps for norm in norms], [norm.batch for norm in norms], running, factors,
+        [layer.factor is not None for layer in layers], tail, call.keep_conv1 and any(needed), needed, dtype,
     )  # fmt: skip
-    statistics = others[1 if tail else 0].detach()
+    mean, var = others[1 if tail else 0].detach().unbind(0)
     count = x.shape[0]
     for size in x.shape[2:]:
         count = count * size
-    stop, inner, moves = x.shape[1], _total(x, parameters, [layer.norm2 is not None for layer in call.layers]), []
-    for layer, p in zip(call.layers, groups, strict=True):
-        moves.append((layer.norm1, statistics[:, :stop]))
+    stop, inner, moves = x.shape[1], _total(x, parameters, bottlenecks), []
+    for layer, p in zip(layers, groups, strict=True):
+        moves.append((layer.norm1, 0, stop))
         stop += p[-1].shape[0]
         if layer.norm2 is not None:
-            moves.append((layer.norm2, statistics[:, inner : inner + p[2].shape[0]]))
+            moves.append((layer.norm2, inner, inner + p[2].shape[0]))
             inner += p[2].shape[0]
     if call.tail is not None:
-        moves.append((call.tail.norm, statistics[:, :stop]))
+        moves.append((call.tail.norm, 0, stop))
     with torch.no_grad():
         move_running_statistics(
-            [(norm.module, Statistics(used[0], used[1])) for norm, used in moves if norm.batch], count
+            [(norm.module, Statistics(mean[start:stop], var[start:stop])) for norm, start, stop in moves if norm.batch],
+            count,
         )
     return out

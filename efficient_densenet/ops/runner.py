@@ -36,6 +36,15 @@ def dtype_of(x: Tensor, layers: Sequence[Parts], tail: Tail | None = None) -> to
     return weight if x.dtype == weight else None
 
 
+def why_no_operator(layers: Sequence[Parts], new_first: bool = False, new_only: bool = False) -> str:
+    """Why ``torch.compile`` leaves layers that run as one function out of its graph."""
+    if any(group is not None for group in process_groups(layers)):
+        return "statistics over several processes"
+    if any(tensor(conv, "bias") is not None for layer in layers for conv in layer.convs):
+        return "convolutions with a bias"
+    return "another order or choice of features" if new_first or new_only else ""
+
+
 def closes(tail: Tail, x: Tensor, layers: Sequence[Parts]) -> bool:
     """Whether layers that can be computed of x, and a tail without objections, can be one function."""
     if tail.conv is not None and min(x.shape[2:]) < 2:
@@ -143,9 +152,10 @@ def run_fused(
     if not torch.compiler.is_compiling():
         out = fused_block(x, call, parameters, dtype)
         return out.squeeze(2) if one_d else out, channels_last
-    from .operators import traced_block, why_not_traced
+    biased = tail is not None and tail.conv is not None and tensor(tail.conv, "bias") is not None
+    if not biased and not why_no_operator(layers, new_first, new_only) and call.group is None:
+        from .operators import traced_block
 
-    if not why_not_traced(call, parameters):
         out = traced_block(x, call, parameters, dtype)
     else:
         run = functools.partial(fused_block, call=call, parameters=parameters, dtype=dtype)
