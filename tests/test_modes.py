@@ -229,6 +229,29 @@ def test_autocast_switched_off_inside(mode):
     assert_trains_like(model, twin(model, mode), images().float(), tolerance=1e-4, forward=switched_off)
 
 
+@each_mode
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("part", ["denseblock1", "transition1", "block and transition"])
+def test_parts_alone_under_autocast(mode, part, given):
+    """Given features of autocast's type or another. Kills: features rounded that the plain model keeps as they are."""
+    model = toy(dtype=torch.float32)
+    found = []
+    for net in (model, twin(model, mode)):
+        block, transition = net.features.denseblock1, net.features.transition1
+        parts = {"denseblock1": block, "transition1": transition, "block and transition": nn.Sequential(block, transition)}
+        x = images(4, 16 if part == "transition1" else 8, 8, 8).to(given).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = parts[part](x)
+        out.float().square().sum().backward()
+        found.append((out.detach(), x.grad))
+    (want, want_grad), (got, got_grad) = found
+    assert (got.dtype, got_grad.dtype) == (want.dtype, want_grad.dtype)
+    if part == "denseblock1":
+        assert torch.equal(got[:, :8], want[:, :8])
+    for expected, actual in ((want, got), (want_grad, got_grad)):
+        assert (expected - actual).float().norm() <= 0.02 * expected.float().norm()
+
+
 LAYOUTS = {
     "channels_last": lambda: images().to(memory_format=torch.channels_last),
     "every_other_pixel": lambda: images(4, 3, 16, 16)[:, :, ::2, ::2],

@@ -72,8 +72,7 @@ def dense_block(
     if mode == "naive" or None in known or all(map(is_inspected, layers)):
         return _plain(x, layers, new_first, only_new)
     parts = [layer.parts() for layer in known]
-    # Under autocast an input of another type stays what it is, beside features in half precision.
-    is_fused = mode != "checkpoint" and dtype_of(x, parts) == x.dtype and len(process_groups(parts)) <= 1
+    is_fused = mode != "checkpoint" and dtype_of(x, parts) is not None and len(process_groups(parts)) <= 1
     if is_fused and not any(layer.why_not_fused() for layer in known):
         out, channels_last = run_fused(x, parts, mode != "lean", new_first=new_first, new_only=only_new)
         return in_format(out, channels_last)

@@ -32,7 +32,9 @@ def dtype_of(x: Tensor, layers: Sequence[Parts], tail: Tail | None = None) -> to
     if any(other != weight for other in others):
         return None
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight):
-        return torch.get_autocast_dtype(x.device.type)
+        # Features of another type stay what they are in the plain model, beside new ones in half precision.
+        dtype = torch.get_autocast_dtype(x.device.type)
+        return dtype if x.dtype == dtype else None
     return weight if x.dtype == weight else None
 
 
