@@ -241,7 +241,7 @@ def _tile(kernel: str, itemsize: int, precision: str, columns: int, inner: int, 
                 return Tile(64 if capability == (9, 0) else 32, 64, taken, 8, 2, 1)
             return Tile(32, 64 if hopper else 32, taken, 8, 2, 1)
         if exact:
-            return Tile(16, 32, taken, 8, 1, 1)
+            return Tile(16, 32 if hopper or taken <= 128 else 16, taken, 8, 1, 1)
         if taken <= 128:
             return Tile(32 if hopper or capability == (8, 0) else 16, 64, taken, 8, 2, 1)
         return Tile(32, 32, taken, 8, 2, 1) if hopper else Tile(16, 32, taken, 8, 1, 1)
