@@ -22,6 +22,12 @@ CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
 NORM_DIMS = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}  # those synchronised take any
 DIMS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+PLAIN_SETTINGS = {
+    (kernel, dims): {
+        "kernel_size": (kernel,) * dims, "padding": (kernel // 2,) * dims, "stride": (1,) * dims,
+        "dilation": (1,) * dims, "groups": 1, "padding_mode": "zeros",
+    } for kernel in (1, 3) for dims in (1, 2, 3)
+}  # fmt: skip
 DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}  # 0: drops values, else channels
 AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 MAX_POOLS = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}
@@ -301,14 +307,10 @@ def _why_other_conv(conv: nn.Module, name: str, kernel: int) -> str:
     weight, bias = tensor(conv, "weight"), tensor(conv, "bias")
     if not is_plain(weight):
         return f"{name} has no plain weight"
-    dims = DIMS[type(conv)]
-    wanted = {
-        "kernel_size": (kernel,) * dims, "padding": (kernel // 2,) * dims, "stride": (1,) * dims,
-        "dilation": (1,) * dims, "groups": 1, "padding_mode": "zeros",
-    }  # fmt: skip
+    wanted, settings = PLAIN_SETTINGS[kernel, DIMS[type(conv)]], conv.__dict__
     for setting, value in wanted.items():
-        if getattr(conv, setting) != value:
-            return f"{name} has {setting}={getattr(conv, setting)!r}"
+        if settings[setting] != value:
+            return f"{name} has {setting}={settings[setting]!r}"
     if weight.shape[2:] != wanted["kernel_size"]:
         return f"{name} has a weight of shape {tuple(weight.shape)}"
     if bias is None:
