@@ -271,6 +271,36 @@ class TiramisuBlock(nn.Module):
         return x
 
 
+class TiramisuLoop(nn.Module):
+    """Norms, convolutions in lists of their own, called in turn; channel-wise dropout as a function; new ones first."""
+
+    def __init__(self, channels, layers=3, upsample=False, dropout=0.2):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels + i * K) for i in range(layers))
+        self.convs = nn.ModuleList(nn.Conv2d(channels + i * K, K, 3, padding=1) for i in range(layers))
+        self.upsample, self.dropout = upsample, dropout
+
+    def forward(self, x):
+        new = []
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            out = F.dropout2d(conv(torch.relu(norm(x))), self.dropout, self.training)
+            x = torch.cat([out, x], 1)
+            new.insert(0, out)
+        return torch.cat(new, 1) if self.upsample else x
+
+
+class BlockAndTransition(nn.Module):
+    """A stage with the transition in its own forward; biases everywhere."""
+
+    def __init__(self, channels, layers=3):
+        super().__init__()
+        self.layers = row(Unnamed, channels, layers)
+        self.norm, self.conv = nn.BatchNorm2d(channels + layers * K), nn.Conv2d(channels + layers * K, channels, 1)
+
+    def forward(self, x):
+        return F.avg_pool2d(self.conv(self.norm(self.layers(x)).relu()), kernel_size=(2, 2), stride=2)
+
+
 def row(kind, channels=8, layers=3, **kwargs):
     return nn.Sequential(*[kind(channels + i * K, **kwargs) for i in range(layers)])
 
@@ -323,8 +353,9 @@ FAMILIES = {
     "mmpretrain": lambda: Net(ListBlock, standard_transition),
     "wandering007": lambda: Net(ExtraArgument),
     "pytorchcv": lambda: Net(lambda c: row(Switched, c, dropout_rate=0.2), SwitchedTransition),
-    # Below: what the block function cannot do yet
     "kuangliu": lambda: Net(lambda c: row(NewFirst, c)),
     "tiramisu": lambda: Net(TiramisuBlock, standard_transition),
     "tiramisu, up": lambda: Net(lambda c: TiramisuBlock(c, upsample=True, dropout=0.0), standard_transition),
+    "tiramisu, dropout as a function": lambda: Net(lambda c: TiramisuLoop(c, upsample=True), standard_transition),
+    "in one module": lambda: Net(BlockAndTransition),
 }

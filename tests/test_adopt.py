@@ -19,7 +19,10 @@ import efficient_densenet
 from efficient_densenet import DenseNet, execution_plan, make_efficient, restore
 from efficient_densenet.conversion import adopt
 from efficient_densenet.memory import measure_step
-from families import FAMILIES, K, Functional, Net, SharedReLU, row, standard_transition
+from families import (
+    FAMILIES, K, BlockAndTransition, Functional, FunctionalTransition, Net, NewFirst, SharedReLU, SwitchedTransition,
+    TiramisuBlock, row, standard_transition,
+)  # fmt: skip
 from helpers import assert_same, assert_trains_like, buffers, images, norms, peer, toy, training_state
 
 SMALL = {"growth_rate": 4, "block_config": (3, 3), "num_classes": 5}
@@ -84,8 +87,7 @@ def runs(model: nn.Module) -> set[str]:
 
 # --- The same numbers -----------------------------------------------------------------------------------------------
 
-NOT_YET = ("kuangliu", "tiramisu", "tiramisu, up")
-CONVERTED = [name for name in {**LIBRARIES, **FAMILIES} if "efficient" not in name and name not in NOT_YET]
+CONVERTED = [name for name in {**LIBRARIES, **FAMILIES} if "efficient" not in name]
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -131,6 +133,117 @@ def test_formats(name, memory_format):
         expected = found if net is model else expected
         x = images(3, 3, 33, 33)
     assert found == expected
+
+
+@pytest.mark.parametrize("name", ["kuangliu", "tiramisu", "tiramisu, up", "bamos", "in one module"])
+def test_lean_and_frozen_parts_of_single_files(name):
+    """As above. Kills: biases, orders, transitions that hold for training and for fused alone."""
+    model, other, x = pair(name, "lean")
+    for net in (model, other):
+        net.block1.eval()
+        norm = list(norms(net.block2).values())[1]
+        norm.eval().requires_grad_(False)
+    assert runs(other) == {"lean"}
+    assert_trains_like(model, other, x, steps=3)
+
+
+def calls_of(monkeypatch) -> list:
+    """What the block function is called with, from now on."""
+    calls, run = [], adopt.run_found
+    monkeypatch.setattr(adopt, "run_found", lambda *args: calls.append(args[1]) or run(*args))
+    return calls
+
+
+@pytest.mark.parametrize("kind", [FunctionalTransition, SwitchedTransition])
+def test_transitions_with_code_of_their_own(kind, monkeypatch):
+    """Alone, and as one function with the block before them. Kills: blocks alone that are efficient."""
+    torch.manual_seed(0)
+    block = ready(row(Functional, 8))
+    model = nn.ModuleList([block, ready(kind(20, 8))])
+    other = make_efficient(copy.deepcopy(model))
+    assert [plan.block for plan in execution_plan(other)] == ["0"]
+    x, calls = images(2, 8, 8, 6), calls_of(monkeypatch)
+    assert_trains_like(model, other, x, forward=lambda net, x: net[1](net[0](x)))
+    assert [(len(found.layers), found.tail is not None) for found in calls] == [(3, False), (0, True)]
+    calls.clear()
+    in_a_row = make_efficient(nn.Sequential(*copy.deepcopy(model)))
+    assert_trains_like(nn.Sequential(*model), in_a_row, x)
+    assert [(len(found.layers), found.tail is not None) for found in calls] == [(3, True)]
+    small = images(2, 20, 4, 1)  # there is nothing to pool
+    for net in (model, other):
+        with pytest.raises(RuntimeError, match="too small"):
+            net[1](small)
+
+
+def test_new_features_alone_in_a_row(monkeypatch):
+    """A block that gives new features only, behind another and before a transition.
+
+    Kills: layers joined over the end of such a block, or closed by what reads the new features alone.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        row(Functional, 8, 2), TiramisuBlock(16, 2, upsample=True, dropout=0.3), standard_transition(8, 8),
+        row(NewFirst, 8, 2), row(Functional, 16, 2), BlockAndTransition(24), BlockAndTransition(24),
+    )  # fmt: skip
+    other = make_efficient(copy.deepcopy(ready(model)))
+    calls = calls_of(monkeypatch)
+    assert_trains_like(model, other, images(2, 8, 16, 16), steps=3)
+    found = [(len(one.layers), one.new_first, one.new_only, one.tail is not None) for one in calls[:6]]
+    assert found == [
+        (2, False, False, False), (2, False, True, False), (0, None, False, True), (2, True, False, False),
+        (5, False, False, True), (3, False, False, True),
+    ]  # fmt: skip
+    plans = [(plan.block, plan.runs, plan.graph_break) for plan in execution_plan(other)]
+    another = "another order or choice of features"
+    assert plans == [
+        ("0", "fused", ""), ("1", "fused", "convolutions with a bias"), ("3", "fused", another), ("4", "fused", ""),
+        ("5", "fused", ""), ("6", "fused", ""),
+    ]  # fmt: skip
+
+
+def test_dropout_that_evaluation_does_not_end():
+    """As a function's default has it (HDenseUNet). Kills: dropout that ends with training, whoever wrote it."""
+    torch.manual_seed(0)
+    model = ready(nn.Sequential(AlwaysDropping(8), AlwaysDropping(12))).eval()
+    other = make_efficient(copy.deepcopy(model))
+    assert runs(other) == {"fused"}
+    assert_trains_like(model, other, images(2, 8, 6, 6), steps=2)
+
+
+def test_an_asked_checkpoint_is_answered():
+    """The plan says what runs. Kills: a mode that is written down and not run."""
+    model, other, x = pair("torchvision", "checkpoint")
+    plans = execution_plan(other)
+    assert {(plan.asked, plan.runs, plan.reason) for plan in plans} == {
+        ("checkpoint", "fused", "there are no checkpoints in converted modules")
+    }
+    fused = make_efficient(copy.deepcopy(model), "fused")
+    assert_trains_like(model, other, x)
+    assert measure_step(other, x).kept_bytes == measure_step(fused, x).kept_bytes
+
+
+class Segmentation(nn.Module):
+    """Nothing but what dense blocks are made of: the whole looks like one from afar."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(3, 8, 3, padding=1), TiramisuBlock(8)
+        self.up, self.end = TiramisuBlock(20, upsample=True), nn.Conv2d(12, 2, 1)
+
+    def forward(self, x):
+        return self.end(self.up(self.down(self.stem(x))))
+
+
+def test_networks_of_nothing_else():
+    """Kills: blocks that a plan does not show, as what they stand in was looked at."""
+    torch.manual_seed(0)
+    model = ready(Segmentation())
+    assert [(plan.block, plan.reason) for plan in execution_plan(model)] == [
+        ("down", "not converted"), ("up", "not converted")
+    ]  # fmt: skip
+    other = make_efficient(copy.deepcopy(model))
+    assert [(plan.block, plan.runs) for plan in execution_plan(other)] == [("down", "fused"), ("up", "fused")]
+    assert_trains_like(model, other, images(2, 3, 8, 8), steps=3)
 
 
 @pytest.mark.parametrize("name", ["torchvision", "gpleiss"])
@@ -245,6 +358,59 @@ class OwnReLU(Bad):
         return self.conv2(self.act(self.norm2(self.conv1(self.act(self.norm1(x))))))
 
 
+class MaxPooled(FunctionalTransition):
+    def forward(self, x):
+        return F.max_pool2d(self.conv1(F.relu(self.bn1(x))), 2)
+
+
+class PooledByThree(FunctionalTransition):
+    def forward(self, x):
+        return F.avg_pool2d(self.conv1(F.relu(self.bn1(x))), 3, 2)
+
+
+class PooledPadded(FunctionalTransition):
+    def forward(self, x):
+        return F.avg_pool2d(self.conv1(F.relu(self.bn1(x))), 2, ceil_mode=True)
+
+
+class PooledFirst(FunctionalTransition):
+    def forward(self, x):
+        return self.conv1(F.avg_pool2d(F.relu(self.bn1(x)), 2))
+
+
+class NoReLUInTransition(FunctionalTransition):
+    """As in weiaicunzai/pytorch-cifar100."""
+
+    def forward(self, x):
+        return F.avg_pool2d(self.conv1(self.bn1(x)), 2)
+
+
+class DroppedTransition(FunctionalTransition):
+    """As in andreasveit/densenet-pytorch, with a dropout rate."""
+
+    def forward(self, x):
+        return F.avg_pool2d(F.dropout(self.conv1(F.relu(self.bn1(x))), 0.3, training=True), 2)
+
+
+class AlwaysDropping(Bad):
+    """In evaluation too, as a function's default has it (HDenseUNet): computed here like any other dropout."""
+
+    def forward(self, x):
+        return torch.cat([x, F.dropout(self.new(x), 0.4)], 1)
+
+
+class MixedOrder(nn.Module):
+    """Its features are appended by one layer and prepended by the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Residual(8), Residual(8 + K)
+
+    def forward(self, x):
+        x = torch.cat([x, self.a.new(x)], 1)
+        return torch.cat([self.b.new(x), x], 1)
+
+
 class Sparse(nn.Module):
     """The second layer reads the first one's features only."""
 
@@ -282,6 +448,13 @@ TRAPS = {
     "without gradients": (InsideOut, "other numbers"),
     "another ReLU": (OwnReLU, "adds"),
     "sparse": (Sparse, "than to concatenate it"),
+    "appended and prepended": (MixedOrder, "in order"),
+    "largest of four": (lambda: MaxPooled(8, 8), "max_pool2d"),
+    "pooled by three": (lambda: PooledByThree(8, 8), "averages over 3 at a stride of 2"),
+    "pooled beyond the edge": (lambda: PooledPadded(8, 8), "averages over 2"),
+    "pooled first": (lambda: PooledFirst(8, 8), "it concatenates nothing"),
+    "transition without ReLU": (lambda: NoReLUInTransition(8, 8), "no ReLU behind bn1"),
+    "dropout in a transition": (lambda: DroppedTransition(8, 8), "a dropout between convolution and pooling"),
 }
 
 
@@ -665,8 +838,8 @@ def test_fully_sharded(name, group, monkeypatch):
     for part in (other.features.denseblock1, other.features.transition1, other.features.denseblock2, other):
         shard(part, mesh=mesh)
     calls = []
-    run = adopt.run_fused
-    monkeypatch.setattr(adopt, "run_fused", lambda *args, **kwargs: calls.append(args) or run(*args, **kwargs))
+    run = adopt.run_found
+    monkeypatch.setattr(adopt, "run_found", lambda *args: calls.append(args) or run(*args))
     outputs = [net(x) for net in (model, other)]
     torch.testing.assert_close(*outputs)
     assert len(calls) == 3

@@ -4,9 +4,10 @@ Nothing else of a module changes: it stays the same object in the same tree, wit
 and an instance of its class. The subclass has the same name, is built again from the original wherever a module is
 copied or loaded, and hands over to the original's own ``forward`` whenever the block function cannot speak for it.
 
-Two kinds are taken in: *units*, modules that :func:`~.recognise.recognise` knows for dense layers, one or many; and
-*rows*, ``nn.Sequential``s in which there is something to gain by computing several children at once: units one after
-the other, a block and the transition behind it, a stem's BN-ReLU-max-pool. Each is efficient when called alone.
+Two kinds are taken in: *units*, modules that :func:`~.recognise.recognise` knows for dense layers, one or many, or for
+a transition, or for both; and *rows*, ``nn.Sequential``s in which there is something to gain by computing several
+children at once: units one after the other, a block and the transition behind it, a stem's BN-ReLU-max-pool. Each is
+efficient when called alone.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.dense_block import NormCall
 from ..ops.layout import behind_pointwise, in_format, is_channels_last
 from ..ops.modules import (
-    AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, NORMS, Parts, Tail, is_hooked, rectifies, why_no_stem, why_no_tail,
+    AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, NORMS, Tail, is_hooked, rectifies, why_no_stem, why_no_tail,
     why_plain,
 )  # fmt: skip
-from ..ops.runner import closes, dtype_of, process_groups, run_fused
+from ..ops.runner import closes, dtype_of, process_groups
 from ..ops.stem import norm_relu_max_pool
-from .recognise import Refused, UnitPlan, copied, fingerprint, original, parts, recognise, watch
+from .recognise import Found, Refused, UnitPlan, copied, fingerprint, original, parts, recognise, run_found, watch
 
 ATTRIBUTES = ("_efficient_mode", "_efficient_plans", "_efficient_watched")
 _MOST_PLANS = 16
@@ -82,7 +84,7 @@ def efficient_class(kind: type) -> type:
 
 
 class Unit(Efficient):
-    """A module that computes dense layers, each reading everything before it."""
+    """A module that computes dense layers, each reading everything before it, or a transition."""
 
     def forward(self, x):
         if torch.jit.is_scripting():
@@ -93,13 +95,13 @@ class Unit(Efficient):
     def _efficient_run(self, x: Tensor) -> Tensor:
         if self._efficient_mode == "naive" or why_plain(x):
             return self._efficient_plain(x)
-        layers, why = self._efficient_parts()
-        if why or why_not_these(x, layers):
+        found = self._efficient_parts()
+        if found.why or why_not_these(x, found):
             return self._efficient_plain(x)
-        return in_format(*run_fused(x, layers, self._efficient_mode != "lean"))
+        return in_format(*run_found(x, found, self._efficient_mode != "lean"))
 
-    def _efficient_parts(self) -> tuple[list[Parts], str]:
-        """The layers of this forward, and why they cannot run as one function."""
+    def _efficient_parts(self) -> Found:
+        """What it is made of in this forward, or why that cannot run as one function."""
         try:
             state = fingerprint(self, self._efficient_watched)
         except KeyError:  # a module is gone
@@ -107,7 +109,7 @@ class Unit(Efficient):
         plan = self._efficient_plans.get(state)
         if plan is None:
             plan = _learn(self)
-        return ([], plan) if isinstance(plan, str) else parts(self, plan)
+        return Found(why=plan) if isinstance(plan, str) else parts(self, plan)
 
 
 class UnitOfMoreArguments(Unit):
@@ -123,12 +125,14 @@ class UnitOfMoreArguments(Unit):
         return [parameter.default for parameter in parameters]
 
 
-def why_not_these(x: Tensor, layers: Sequence[Parts]) -> str:
-    """Why these layers cannot be computed of this input."""
-    first = layers[0]
-    if x.dim() != len(first.conv1.kernel_size) + 2 or x.shape[1] != first.norm1.num_features:
+def why_not_these(x: Tensor, found: Found) -> str:
+    """Why a unit's layers and tail cannot be computed of this input."""
+    norm, _, conv, *_ = found.layers[0] if found.layers else found.tail
+    if x.dim() != len(conv.kernel_size) + 2 or x.shape[1] != norm.num_features:
         return "an input of another shape"
-    return "" if dtype_of(x, layers) is not None else "an input of another type"
+    if dtype_of(x, found.layers, found.tail) is None:
+        return "an input of another type"
+    return "" if found.tail is None or closes(found.tail, x, found.layers) else "a transition for another input"
 
 
 def plans_of(unit: nn.Module) -> tuple[tuple, dict[tuple, UnitPlan | str]]:
@@ -297,32 +301,43 @@ def _together(
     tail, end = closing(modules, i)
     if tail is None or why_no_tail(tail) or dtype_of(x, [], tail) is None or not closes(tail, x, []):
         return None
-    return *run_fused(x, [], keep_conv1, channels_last, tail), end
+    return *run_found(x, Found(tail=tail), keep_conv1, channels_last), end
 
 
 def _block(
     x: Tensor, modules: list[nn.Module], i: int, keep_conv1: bool, channels_last: bool | None
 ) -> tuple[Tensor, bool | None, int] | None:
     """Units and what closes them."""
-    layers: list[Parts] = []
+    block = Found()
     groups: set = set()
-    while i < len(modules) and isinstance(modules[i], Unit):
+    while i < len(modules) and isinstance(modules[i], Unit) and block.tail is None and not block.new_only:
         unit = modules[i]
         if is_hooked(unit) or unit._efficient_mode == "naive":
             break
-        new, why = unit._efficient_parts()
-        new_groups = groups | process_groups(new)
-        if why or len(new_groups) > 1:
+        new = unit._efficient_parts()
+        if new.why:
             break
-        layers, groups = layers + new, new_groups
+        new_groups = groups | process_groups(new.layers)
+        new_groups |= set() if new.tail is None else NormCall.of(new.tail.norm).groups
+        joined = Found(block.layers + new.layers, "", new.new_first, new.new_only, new.tail)
+        if block.layers:  # in one order, all or nothing of what they read
+            if len(new_groups) > 1 or new.new_only or new.new_first not in (None, block.new_first):
+                break
+            if new.tail is not None and not closes(new.tail, x, block.layers + new.layers):
+                break
+            joined = joined._replace(new_first=block.new_first)
+        block, groups = joined, new_groups
         i += 1
-    if not layers or why_not_these(x, layers):
+    if not block.layers and block.tail is None or why_not_these(x, block):
         return None
-    tail, end = closing(modules, i)
-    if tail is None:
-        norm, relu, end = norm_relu(modules, i)
-        tail = None if norm is None else Tail(norm, relu)
-    if tail is not None:
-        if why_no_tail(tail) or not closes(tail, x, layers):
-            tail, end = None, i
-    return *run_fused(x, layers, keep_conv1, channels_last, tail), end
+    end = i
+    if block.tail is None and not block.new_only:
+        tail, end = closing(modules, i)
+        if tail is None:
+            norm, relu, end = norm_relu(modules, i)
+            tail = None if norm is None else Tail(norm, relu)
+        if tail is not None:
+            if why_no_tail(tail) or not closes(tail, x, block.layers):
+                tail, end = None, i
+        block = block._replace(tail=tail)
+    return *run_found(x, block, keep_conv1, channels_last), end

@@ -10,10 +10,11 @@ from torch import nn
 
 from ..models import BlockPlan, DenseBlock, DenseNet
 from ..models.layers import mode_name
-from ..ops.modules import CONVOLUTIONS
+from ..ops.modules import AVERAGE_POOLS, CONVOLUTIONS, tensor
 from ..ops.passes import choice
+from ..ops.runner import why_no_operator
 from .adopt import ATTRIBUTES, Efficient, Row, Unit, children, closing, efficient_class, is_row, plans_of, spans
-from .recognise import Refused, is_leaf, is_norm, original
+from .recognise import Refused, UnitPlan, is_leaf, is_norm, original
 
 # Where torch keeps what dense blocks are made of, of any kind; modules with other leaves are not tried.
 _KINDS = ("batchnorm", "instancenorm", "normalization", "activation", "conv", "dropout")
@@ -96,17 +97,43 @@ def execution_plan(module: nn.Module) -> list[BlockPlan]:
         elif one in seen:
             continue
         elif isinstance(one, Unit):
-            plans.append(_unit_plan(name, one))
-        elif _is_candidate(one):
+            if not _is_transition(one._efficient_plans):
+                plans.append(_unit_plan(name, one))
+        elif _is_candidate(one) and not any(isinstance(part, Unit) for part in one.modules()):
             try:
-                plans_of(one)
+                if _is_transition(plans_of(one)[1]):
+                    continue
                 plans.append(BlockPlan(name, "naive", "naive", "not converted"))
             except Refused as refused:
-                if refused.near == 0:
+                if refused.near == 0 or any(map(_is_recognised, one.modules())):  # of those inside, then
                     continue
                 plans.append(BlockPlan(name, "naive", "naive", str(refused)))
             seen.update(one.modules())
     return plans
+
+
+def _is_transition(plans: dict[tuple, UnitPlan | str]) -> bool:
+    """Whether a unit is a transition alone."""
+    known = [plan for plan in plans.values() if isinstance(plan, UnitPlan)]
+    return bool(known) and not any(plan.layers for plan in known)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is a unit of one dense layer alone."""
+    if not isinstance(module, Unit):
+        return False
+    known = [plan for plan in module._efficient_plans.values() if isinstance(plan, UnitPlan)]
+    return all(len(plan.layers) == 1 and plan.tail is None for plan in known)
+
+
+def _is_recognised(module: nn.Module) -> bool:
+    if not _is_candidate(module):
+        return False
+    try:
+        plans_of(module)
+    except Refused:
+        return False
+    return True
 
 
 def _joined(name: str, part: str) -> str:
@@ -117,19 +144,21 @@ def _unit_plan(name: str, unit: Unit) -> BlockPlan:
     mode = unit._efficient_mode
     if mode == "naive":
         return BlockPlan(name, mode, "naive")
-    layers, why = unit._efficient_parts()
-    if why:
-        return BlockPlan(name, mode, "naive", why)
-    weight = layers[0].conv1.weight
+    found = unit._efficient_parts()
+    if found.why:
+        return BlockPlan(name, mode, "naive", found.why)
+    weight = tensor(found.layers[0].conv1, "weight")
     runs = "lean" if mode == "lean" else "fused"
-    return BlockPlan(name, mode, runs, "", runs == "fused", choice(weight.device, weight.dtype))
+    reason = "there are no checkpoints in converted modules" if mode == "checkpoint" else ""
+    graph_break = why_no_operator(found.layers, bool(found.new_first), found.new_only)
+    return BlockPlan(name, mode, runs, reason, runs == "fused", choice(weight.device, weight.dtype), graph_break)
 
 
 def _blocks(row: nn.Module) -> list[tuple[str, dict[str, Unit]]]:
-    """The layers that stand next to each other in a Sequential, with the name of the first unless it is the only block."""
+    """The layers that are neighbours in a Sequential, with the name of the first unless it is the only block."""
     blocks: list[dict[str, Unit]] = [{}]
     for key, module in row._modules.items():
-        if isinstance(module, Unit):
+        if _is_layer(module):
             blocks[-1][key] = module
         else:
             blocks.append({})
@@ -176,6 +205,7 @@ def _is_candidate(module: nn.Module) -> bool:
     if is_leaf(module) or is_row(module) or not module._modules:
         return False
     leaves = [one for one in module.modules() if is_leaf(one)]
+    leaves = [one for one in leaves if type(one) not in AVERAGE_POOLS]
     norms = [one for one in leaves if is_norm(one) or type(one).__module__ in _LEAVES[1:3]]
     if not norms or not any(type(one) in CONVOLUTIONS for one in leaves):
         return False
@@ -208,7 +238,10 @@ def _find(module: nn.Module) -> tuple[list[tuple[nn.Module, dict]], list[nn.Modu
             found.append((one, {"_efficient_watched": watched, "_efficient_plans": plans}))
             inside.update(one.modules())
     nearest = max(near, key=lambda miss: miss[0], default=None)
-    if not found and not own and (nearest is not None and nearest[0] or not any(_transitions(module))):
+    plans = [known.get("_efficient_plans") or one._efficient_plans for one, known in found]
+    blocks = own or not all(map(_is_transition, plans))
+    transitions = bool(found) or any(_transitions(module))
+    if not blocks and (nearest is not None and nearest[0] or not transitions):
         what = f"; nearest is {nearest[1]}: {nearest[2]}" if nearest else "; nothing in it has the parts of one"
         raise ValueError(f"no dense block was found in {type(module).__name__}{what}")
     return found, own

@@ -1,10 +1,11 @@
-"""What somebody else's module computes: whether it is a dense block, told by its own ``forward``.
+"""What somebody else's module computes: whether it is a dense block or a transition, told by its own ``forward``.
 
 Neither class names nor child modules tell: a ReLU may be a function, shared, or part of the norm; dropout may be
-applied where no module stands; features are appended, prepended, or not returned at all. So a copy of the module is called with
-a value that stands for a tensor and writes down what happens to it: its ``forward`` runs, on modules that compute
-nothing. What comes out either is a dense block, layer by layer, or names the first thing that no dense block does. Then
-the module and the block function are both computed on a small input, and have to agree.
+applied where no module stands; features are appended, prepended, or not returned at all. So a copy of the module is
+called with a value that stands for a tensor and writes down what happens to it: its ``forward`` runs, on modules that
+compute nothing. What comes out either is a dense block, layer by layer, with or without a transition behind it, or
+names the first thing that no dense block does. Then the module and the block function are both computed on a small
+input, and have to agree.
 
 What holds depends on the flags and numbers that the module's own code reads (``training``, ``drop_rate``): a plan is
 for one state of them, :func:`fingerprint`. Nothing of the module is touched: copies share no state with it, and no hook
@@ -25,13 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.dense_block import NormCall
 from ..ops.modules import (
-    CONVOLUTIONS, DROPOUTS, NORMS, Parts, is_hooked, rectifies, why_not_fused,
+    AVERAGE_POOLS, CONVOLUTIONS, DROPOUTS, Parts, Tail, is_hooked, rectifies, why_no_tail, why_not_fused,
 )  # fmt: skip
 from ..ops.runner import process_groups, run_fused
 
 _DROPOUT_FUNCTIONS = {F.dropout: 0, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
 _CONCATENATIONS = {torch.cat, torch.concat, torch.concatenate}
+_POOLS = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}
 _RECTIFIERS = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 _OWN = (frozenset(nn.Module().__dict__) - {"training"}) | {"_is_replica"}  # what every module may hold
 
@@ -49,8 +52,20 @@ class LayerPlan(NamedTuple):
     kind: int  # of that: 0 drops values, else channels of so many dimensions
 
 
+class TailPlan(NamedTuple):
+    """Where the parts of a transition are, as in :class:`LayerPlan`."""
+
+    norm: int
+    relu: int | None
+    conv: int
+    pool: int | None
+    inside: bool
+
+
 class UnitPlan(NamedTuple):
-    """What a module computes: dense layers, each reading everything before it. Plain numbers and names.
+    """What a module computes: dense layers, each reading everything before it, a transition, or these and then that.
+
+    Plain numbers and names.
 
     ``modules`` says how each is found: by the number of the module that it stands in and its name there; number 0 is
     the whole. ``watched`` are those whose own ``forward`` decides what happens.
@@ -61,6 +76,17 @@ class UnitPlan(NamedTuple):
     layers: tuple[LayerPlan, ...]
     new_first: bool
     new_only: bool
+    tail: TailPlan | None = None
+
+
+class Found(NamedTuple):
+    """A unit's layers and tail in this forward, and why the block function cannot speak for them."""
+
+    layers: list[Parts] = []
+    why: str = ""
+    new_first: bool | None = None  # None: either way, as there are no layers
+    new_only: bool = False
+    tail: Tail | None = None
 
 
 class Refused(Exception):
@@ -217,6 +243,8 @@ class _Record:
         if kind in DROPOUTS:
             self.called.append(name)
             return args[0].then("dropout", name)
+        if kind in AVERAGE_POOLS:
+            return args[0].then("pool", name)
         raise Refused(f"{name} is a {kind.__name__}", len(self.layers))
 
     def refuse(self, what: str):
@@ -277,6 +305,10 @@ class _Value:
             if not given.get("training", True) or given.get("p", 0.5) == 0:
                 return args[0]
             return args[0].then("dropout", (float(given.get("p", 0.5)), _DROPOUT_FUNCTIONS[function]))
+        if function in _POOLS and args and values == [args[0]]:
+            if why := _why_not_halving(_POOLS[function], *args[1:], **kwargs):
+                values[0]._record.refuse(why)
+            return args[0].then("pool", None)
         record = values[0]._record if values else next(v for a in args for v in a if type(v) is _Value)._record
         return record.refuse(f"calls {name}")
 
@@ -295,6 +327,18 @@ class _Value:
         if name.startswith("__"):
             raise AttributeError(name)
         self._record.refuse(f"reads {name} of its features")
+
+
+def _why_not_halving(
+    dims: int, kernel_size=None, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
+) -> str:
+    """Why an average pooling, a function of these arguments, is not the one that a dense block's transition has."""
+    given = (kernel_size, stride or kernel_size, padding, ceil_mode, count_include_pad, divisor_override)
+    wanted = (2, 2, 0, False, True, None)
+    for value, want in zip(given, wanted, strict=True):
+        if value != want and value not in ((want,) * dims, [want] * dims):
+            return f"averages over {kernel_size} at a stride of {stride or kernel_size}"
+    return ""
 
 
 def _observe(unit: nn.Module) -> tuple[_Record, Any]:
@@ -334,29 +378,36 @@ def _common(names: Sequence[str]) -> str:
     return ".".join(shared)
 
 
+def _chain(
+    steps: list[tuple[str, Any]], prefix: str, number: Callable[[str], int], unit: nn.Module, near: int
+) -> tuple[int, int | None, int, bool]:
+    """BN, ReLU, convolution at the beginning of what was done; they are taken from ``steps``."""
+    norm = steps.pop(0)[1]
+    inside, relu = rectifies(unit.get_submodule(norm)), None
+    what = norm.rpartition(".")[2]
+    if not inside:
+        if not steps or steps[0][0] != "relu":
+            raise Refused(f"{prefix}no ReLU behind {what}", near)
+        relu = steps.pop(0)[1]
+    if not steps or steps[0][0] != "conv":
+        raise Refused(f"{prefix}no convolution behind {what}", near)
+    return number(norm), None if relu is None else number(relu), number(steps.pop(0)[1]), inside
+
+
+def _named(steps: Sequence[tuple[str, Any]]) -> tuple[str, str]:
+    """The module in which all was done, and that as the beginning of a reason."""
+    label = _common([what for _, what in steps if isinstance(what, str)])
+    return label, f"{label}: " if label else ""
+
+
 def _layer(value: _Value, number: Callable[[str], int], unit: nn.Module) -> LayerPlan:
     """A layer by what was done between reading features and giving new ones."""
-    names = [what for _, what in value._steps if isinstance(what, str)]
-    label = _common(names)
-    prefix = f"{label}: " if label else ""
+    label, prefix = _named(value._steps)
     steps = list(value._steps)
-    norms, relus, convs, inside = [], [], [], []
-    while steps and steps[0][0] == "norm" and len(norms) < 2:
-        i = len(norms) + 1
-        norm = steps.pop(0)[1]
-        norms.append(number(norm))
-        inside.append(rectifies(unit.get_submodule(norm)))
-        if inside[-1]:
-            relus.append(None)
-        elif steps and steps[0][0] == "relu":
-            relu = steps.pop(0)[1]
-            relus.append(None if relu is None else number(relu))
-        else:
-            raise Refused(f"{prefix}no ReLU behind norm{i}", value._number)
-        if not steps or steps[0][0] != "conv":
-            raise Refused(f"{prefix}no convolution behind norm{i}", value._number)
-        convs.append(number(steps.pop(0)[1]))
-    if not norms:
+    chains = []
+    while steps and steps[0][0] == "norm" and len(chains) < 2:
+        chains.append(_chain(steps, prefix, number, unit, value._number))
+    if not chains:
         raise Refused(f"{prefix}it begins with a {steps[0][0]}", value._number)
     dropout, rate, kind = None, 0.0, 0
     if steps and steps[0][0] == "dropout":
@@ -368,7 +419,21 @@ def _layer(value: _Value, number: Callable[[str], int], unit: nn.Module) -> Laye
     if steps:
         last = "dropout" if dropout or rate else "its last convolution"
         raise Refused(f"{prefix}a {steps[0][0]} behind {last}", value._number)
-    return LayerPlan(label, tuple(norms), tuple(relus), tuple(convs), tuple(inside), dropout, rate, kind)
+    norms, relus, convs, inside = zip(*chains, strict=True)
+    return LayerPlan(label, norms, relus, convs, inside, dropout, rate, kind)
+
+
+def _tail(value: _Value, number: Callable[[str], int], unit: nn.Module, near: int) -> TailPlan:
+    """A transition by what was done with all features; the last of that was a pooling."""
+    _, prefix = _named(value._steps)
+    steps = list(value._steps)
+    if steps[0][0] != "norm":
+        raise Refused(f"{prefix}it begins with a {steps[0][0]}", near)
+    norm, relu, conv, inside = _chain(steps, prefix, number, unit, near)
+    if len(steps) > 1:
+        raise Refused(f"{prefix}a {steps[0][0]} between convolution and pooling", near)
+    pool = steps[0][1]
+    return TailPlan(norm, relu, conv, None if pool is None else number(pool), inside)
 
 
 def _plan(unit: nn.Module) -> UnitPlan:
@@ -380,9 +445,10 @@ def _plan(unit: nn.Module) -> UnitPlan:
     record, result = _observe(unit)
     if type(result) is not _Value:
         raise Refused(f"it returns a {type(result).__name__}", len(record.layers))
-    out = result.segments()
+    closed = bool(result._steps) and result._steps[-1][0] == "pool" and result._number is None
+    out = result._reads if closed else result.segments()
     layers = record.layers
-    if not layers:
+    if not layers and not closed:
         raise Refused("it computes nothing")
     orders = set()
     for i, value in enumerate(layers, 1):
@@ -393,6 +459,8 @@ def _plan(unit: nn.Module) -> UnitPlan:
             orders.add(value._reads == backward)
     everything = tuple(range(len(layers) + 1))
     new_only = 0 not in out
+    if new_only and closed:
+        raise Refused("its transition reads the new features only", len(layers))
     expected = everything[1:] if new_only else everything
     if out == expected:
         orders.add(False)
@@ -402,9 +470,9 @@ def _plan(unit: nn.Module) -> UnitPlan:
         raise Refused(f"it returns the features {out}, not all, or all new ones, in order", len(layers))
     if len(out) > 1 and len(orders) > 1:
         raise Refused("its features are in another order from layer to layer", len(layers))
-    if len(out) == 1:  # one function of its input, and nothing is concatenated
+    if len(out) == 1 and not closed:  # one function of its input, and nothing is concatenated
         raise Refused("it concatenates nothing")
-    if sum(len(value._steps) for value in layers) != record.steps:
+    if sum(len(value._steps) for value in (*layers, *[result][:closed])) != record.steps:
         raise Refused("it computes more than it returns", len(layers))
 
     numbers: dict[str, int] = {"": 0}
@@ -419,33 +487,32 @@ def _plan(unit: nn.Module) -> UnitPlan:
         return numbers[name]
 
     plans = tuple(_layer(value, number, unit) for value in layers)
+    tail = _tail(result, number, unit, len(layers)) if closed else None
     used = [i for plan in plans for i in (*plan.norms, *plan.convs, plan.dropout) if i is not None]
+    used += [] if tail is None else [tail.norm, tail.conv]
     if len(used) != len(set(used)):
         raise Refused("one of its modules is called twice", len(layers))
     called = tuple(dict.fromkeys(number(name) for name in record.called if name))
-    return UnitPlan(tuple(modules), called, plans, True in orders, new_only)
+    return UnitPlan(tuple(modules), called, plans, True in orders, new_only, tail)
 
 
-def parts(unit: nn.Module, plan: UnitPlan) -> tuple[list[Parts], str]:
-    """The parts of every layer in this forward, and why the block function cannot speak for them."""
+def parts(unit: nn.Module, plan: UnitPlan) -> Found:
+    """What a unit is made of in this forward, or why the block function cannot speak for it."""
     modules = [unit]
     try:
         for parent, name in plan.modules[1:]:
             modules.append(modules[parent]._modules[name])
     except KeyError:
-        return [], f"{name} is gone"
-    found: list[Parts] = []
-    why = next((f"{plan.modules[i][1]} has hooks" for i in plan.called if is_hooked(modules[i])), "")
-    if why:
-        return found, why
-    if plan.new_first or plan.new_only:
-        return found, "it puts new features first" if plan.new_first else "it returns the new features only"
+        return Found(why=f"{name} is gone")
+    layers: list[Parts] = []
+    if why := next((f"{plan.modules[i][1]} has hooks" for i in plan.called if is_hooked(modules[i])), ""):
+        return Found(why=why)
     for layer in plan.layers:
         rate, kind = layer.rate, layer.kind
         if layer.dropout is not None:
             dropout = modules[layer.dropout]
             if type(dropout) not in DROPOUTS:
-                return found, f"{layer.name}: dropout is a {type(dropout).__name__}"
+                return Found(why=f"{layer.name}: dropout is a {type(dropout).__name__}")
             rate, kind = float(dropout.p) if dropout.training else 0.0, DROPOUTS[type(dropout)]
         chain: list[nn.Module | None] = []
         for norm, relu, conv in zip(layer.norms, layer.relus, layer.convs, strict=True):
@@ -457,11 +524,27 @@ def parts(unit: nn.Module, plan: UnitPlan) -> tuple[list[Parts], str]:
         if not why and rate and kind and kind != len(taken.conv1.kernel_size):
             why = f"it drops channels of {kind} dimensions"
         if why:
-            return found, f"{layer.name}: {why}" if layer.name else why
-        found.append(taken)
-    if len(process_groups(found)) > 1:
-        return found, "its norms take their statistics over different processes"
-    return found, ""
+            return Found(why=f"{layer.name}: {why}" if layer.name else why)
+        layers.append(taken)
+    groups = process_groups(layers)
+    tail = None
+    if plan.tail is not None:
+        norm, relu, conv, pool, inside = plan.tail
+        tail = Tail(*(None if i is None else modules[i] for i in (norm, relu, conv, pool)))
+        why = why_no_tail(tail)
+        if not why and rectifies(tail.norm) != inside:
+            why = f"its norm is a {type(tail.norm).__name__}"
+        if why:
+            return Found(why=f"transition: {why}" if layers else why)
+        groups = groups | NormCall.of(tail.norm).groups
+    if len(groups) > 1:
+        return Found(why="its norms take their statistics over different processes")
+    return Found(layers, "", plan.new_first if layers else None, plan.new_only, tail)
+
+
+def run_found(x: Tensor, found: Found, keep_conv1: bool, channels_last: bool | None = None) -> tuple[Tensor, bool]:
+    """A unit's layers and tail as one function; see :func:`~..ops.runner.run_fused`."""
+    return run_fused(x, found.layers, keep_conv1, channels_last, found.tail, bool(found.new_first), found.new_only)
 
 
 # --- The self-check --------------------------------------------------------------------------------------------------
@@ -507,13 +590,13 @@ def _outcome(unit: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> lis
 def _check(unit: nn.Module, plan: UnitPlan) -> None:
     """Raises Refused where the module and the block function give different numbers."""
     plain, ours = _with_values(unit), _with_values(unit)
-    layers, why = parts(ours, plan)
-    if why:
-        raise Refused(why, len(plan.layers))
-    dims = len(layers[0].conv1.kernel_size)
-    sides = (3,) * dims
+    found = parts(ours, plan)
+    if found.why:
+        raise Refused(found.why, len(plan.layers))
+    norm, _, conv, *_ = found.layers[0] if found.layers else found.tail
+    sides = (3 if found.tail is None else 5,) * len(conv.kernel_size)
     draw = torch.Generator().manual_seed(1)
-    x = torch.randn(2, layers[0].norm1.num_features, *sides, dtype=torch.float64, device="cpu", generator=draw)
+    x = torch.randn(2, norm.num_features, *sides, dtype=torch.float64, device="cpu", generator=draw)
     for module in list(plain.modules()):
         module.__class__ = _bare(type(module), False)
     calm = torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu")
@@ -524,8 +607,8 @@ def _check(unit: nn.Module, plan: UnitPlan) -> None:
             expected = _outcome(plain, plain, x)
         except Exception as error:
             raise Refused(f"its forward fails: {type(error).__name__}: {error}", len(plan.layers)) from None
-        found = _outcome(ours, lambda x: run_fused(x, layers, keep_conv1=True)[0], x)
-    for want, got in zip(expected, found, strict=True):
+        actual = _outcome(ours, lambda x: run_found(x, found, keep_conv1=True)[0], x)
+    for want, got in zip(expected, actual, strict=True):
         if want.shape != got.shape or not torch.allclose(want, got, rtol=1e-8, atol=1e-8 * float(want.abs().max() + 1)):
             raise Refused("computed on a small input, it gives other numbers than a dense block", len(plan.layers))
 

@@ -68,7 +68,7 @@ class Tail(NamedTuple):
     norm: nn.Module
     relu: nn.Module | None  # as in :class:`Parts`
     conv: nn.Module | None = None
-    pool: nn.Module | None = None
+    pool: nn.Module | None = None  # None behind a convolution: by a function that is known to halve the sizes
     owners: tuple[nn.Module, ...] = ()
 
 
@@ -196,10 +196,11 @@ def why_no_tail(tail: Tail) -> str:
     why = _why_hooked(owners) or _why_other_relu(relu, "relu")
     if why or conv is None:
         return why or _why_other_norm(norm, "norm5")
+    why = _why_other_conv(conv, "conv", 1) or _why_other_norm(norm, "norm", conv)
+    if why or pool is None:
+        return why
     return (
-        _why_other_conv(conv, "conv", 1)
-        or _why_other_norm(norm, "norm", conv)
-        or _why_other(pool, "pool", AVERAGE_POOLS)
+        _why_other(pool, "pool", AVERAGE_POOLS)
         or ("" if _is_plain_halving(pool) else "pool has another window")
         or ("" if AVERAGE_POOLS.index(type(pool)) + 1 == DIMS[type(conv)] else f"pool is an {type(pool).__name__}")
     )
