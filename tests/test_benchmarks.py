@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -364,6 +365,30 @@ def test_the_gpu_check_s_order_is_that_of_its_parts(monkeypatch):
         times = [cell for cell in cells if cell["check"] == "time"]
         assert "execution" not in times[0] and "execution" in times[-1] or not settings.dry_run
         assert {cell["execution"] for cell in times if "execution" in cell} >= {"compiled", "compiled, budget 0.3"}
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_the_gpu_check_s_device_can_be_made_the_current_one(device, monkeypatch):
+    """Kills: a device without a number, which ``torch.cuda.set_device`` refuses in every cell."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    settings = gpu_check.Settings(device=device)
+    assert torch.device(settings.device).index == (1 if device == "cuda:1" else 0)
+    assert {cell["device"] for cell in settings.cells()} == {settings.device}
+
+
+def test_the_gpu_check_finds_operators_and_kernels_in_a_profile():
+    """As they appear on a GPU. Kills: kernels of our own that are left out, as no operator's name is theirs."""
+    events = [
+        SimpleNamespace(key="aten::mm", self_device_time_total=10.0, device_time_total=10.0),
+        SimpleNamespace(key="aten::convolution", self_device_time_total=0.0, device_time_total=40.0),
+        SimpleNamespace(key="product_gradient", self_device_time_total=20.0, device_time_total=20.0),
+        SimpleNamespace(key="ampere_sgemm_128x64", self_device_time_total=10.0, device_time_total=10.0),
+    ]
+    moved = {"aten::mm": [1e6, 2], "aten::convolution": [4e6, 1], "efficient_densenet::product_gradient": [1e6, 3]}
+    rows = list(gpu_check._of_copies(events, moved, 1e11, cuda=True))
+    assert [(row["operator"], row["device_ms"], row["of_copy"]) for row in rows] == [
+        ("aten::mm", 0.01, 1.0), ("aten::convolution", 0.04, 1.0), ("efficient_densenet::product_gradient", 0.02, 0.5)
+    ]  # fmt: skip
 
 
 def test_the_gpu_check_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
