@@ -17,7 +17,9 @@ from ..ops.modules import (
     why_plain, why_quantised,
 )  # fmt: skip
 from ..ops.passes import choice
-from ..ops.runner import behind_transition, closes, dtype_of, process_groups, run_fused, run_outside_the_compiler, why_no_operator
+from ..ops.runner import (
+    behind_transition, closes, dtype_of, process_groups, run_fused, run_outside_the_compiler, why_no_operator,
+)  # fmt: skip
 from .weights import layer_key
 
 MODES = ("naive", "checkpoint", "fused", "lean", "auto")
@@ -46,8 +48,8 @@ def mode_names(mode: Mode, blocks: int) -> str | tuple[str, ...]:
     if not isinstance(mode, (list, tuple)):
         return mode_name(mode)
     if len(mode) != blocks:
-        modes = ", ".join(map(repr, MODES))
-        raise ValueError(f"efficient must be one mode ({modes}), or one for each of {blocks} dense blocks, got {mode!r}")
+        known = ", ".join(map(repr, MODES))
+        raise ValueError(f"efficient must be one mode ({known}), or one for each of {blocks} blocks, got {mode!r}")
     return tuple(map(mode_name, mode))
 
 
@@ -143,8 +145,8 @@ class BlockPlan:
     ``keeps_conv1``: whether the outputs of the layers' ``conv1`` stay in memory between forward and backward. Always in
     naive, checkpoint and fused; in lean only in the blocks that do not set the peak.
 
-    ``graph_break``: why, under ``torch.compile``, it is left out of the graph and runs uncompiled; empty where it is part
-    of it.
+    ``graph_break``: why, under ``torch.compile``, it is left out of the graph and runs uncompiled; empty where it is
+    part of it.
 
     ``passes``: in a model's plan, of fused and lean blocks: whether they run Triton kernels or torch's operations where
     the weights are, and why.

@@ -32,7 +32,9 @@ from .storage import FeatureBuffer, as_rows, channels_last_empty
 _HOW = "bool[] bottlenecks, float[] eps, bool[] batch, Tensor[] running, Tensor[] factors, bool[] drops, int[] tail"
 
 _library = torch.library.Library("efficient_densenet", "FRAGMENT")
-_library.define(f"block(Tensor x, Tensor[] parameters, {_HOW}, bool keep_conv1, bool[] needed, ScalarType dtype) -> Tensor[]")
+_library.define(
+    f"block(Tensor x, Tensor[] parameters, {_HOW}, bool keep_conv1, bool[] needed, ScalarType dtype) -> Tensor[]"
+)
 _library.define(
     "block_backward(Tensor grad, Tensor features, Tensor statistics, Tensor[] conv1, Tensor[] parameters, "
     f"{_HOW}, bool[] needed, int channels) -> Tensor[]"
@@ -104,7 +106,9 @@ def _block_backward(
     kept_conv1 = iter(conv1)
 
     def fold(norm: NormCall, gamma: Tensor, beta: Tensor, start: int, stop: int):
-        mean, var = statistics[:, start:stop].unbind(0) if norm.batch else (norm.module.running_mean, norm.module.running_var)
+        mean, var = statistics[:, start:stop].unbind(0)
+        if not norm.batch:
+            mean, var = norm.module.running_mean, norm.module.running_var
         return of.passes.fold(mean, var, gamma, beta, norm.eps, norm.batch, None, 0, of.scratch)
 
     with as_it_says(features.device):

@@ -54,8 +54,9 @@ def closes(tail: Tail, x: Tensor, layers: Sequence[Parts]) -> bool:
     channels = x.shape[1] + sum(tensor(layer.convs[-1], "weight").shape[0] for layer in layers)
     if not fits(tail, x.dim() - 2, channels, dtype_of(x, layers, tail)):
         return False
-    if layers and tail.conv is not None and tensor(tail.conv, "weight").dtype != tensor(layers[0].conv1, "weight").dtype:
-        return False
+    if layers and tail.conv is not None:
+        if tensor(tail.conv, "weight").dtype != tensor(layers[0].conv1, "weight").dtype:
+            return False
     return len(process_groups(layers) | NormCall.of(tail.norm).groups) <= 1
 
 

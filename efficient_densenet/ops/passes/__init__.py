@@ -153,7 +153,8 @@ class Passes(Protocol):
     ) -> Gradients:  # fmt: skip
         """Small sums at the end of a backward pass: the parameters' gradients, and the norm's part of a correction.
 
-            dbeta = Σ dz,   dgamma = r Σ dz (x - mean),   slope -= r² (gamma dgamma) / count,   level -= scale dbeta / count
+            dbeta = Σ dz,   dgamma = r Σ dz (x - mean)
+            slope -= r² (gamma dgamma) / count,   level -= scale dbeta / count
 
         Args:
             pending: what that pass returned.
@@ -198,7 +199,8 @@ class Passes(Protocol):
             x: ``(m, C)``.
             grad: ``(n, hw, C)`` in any strides, zeros included: the gradient of what was given.
             out: ``(m, C')`` or ``None``: not wanted.
-            first: ``None``: ``out`` becomes ``dz``, ``C' = C``. Else it becomes ``scale dz`` of the channels from there on.
+            first: ``None``: ``out`` becomes ``dz``, ``C' = C``. Else it becomes ``scale dz`` of the channels from
+                there on.
         """
 
     @staticmethod

@@ -91,7 +91,7 @@ class Need(NamedTuple):
 
 
 class Rebuild(NamedTuple):
-    """A 1x1 convolution that is to be run again: the arguments of ``conv1x1_forward``, of which no statistics are asked."""
+    """A 1x1 convolution that is to be run again: arguments of ``conv1x1_forward``, of which no statistics are asked."""
 
     x: Tensor
     norm: FoldedNorm
