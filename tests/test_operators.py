@@ -78,6 +78,15 @@ def test_one_graph_for_all_batches(backend, compiler):
             assert_same(training_state(model, images(size, 3, 8, 8)), compiled_state(other, compiled, size))
 
 
+def test_a_block_that_nothing_closes_trains_compiled(compiler):
+    """Kills: no gradient for an argument that is an empty list, which torch takes for one of tensors."""
+    model = toy(block_config=(2,))
+    (block,), (other,) = blocks(model), blocks(twin(model, "fused"))
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    x = images(4, block["denselayer1"].norm1.num_features, 8, 8)
+    assert_same(training_state(block, x), training_state(other, x, forward=lambda net, x: compiled(x)))
+
+
 def recorded(model: nn.Module, x: torch.Tensor) -> dict[str, tuple]:
     """The arguments of both operators in a compiled training step."""
     calls = {}

@@ -178,7 +178,9 @@ def _differentiate(ctx, grads):
     )  # fmt: skip
     dparameters = [g if need else None for g, need in zip(dparameters, needed[1:], strict=True)]
     dx = dx.to(ctx.dtype) if needed[0] else None
-    return dx, dparameters, None, None, None, [None] * len(running), [None] * len(factors), *(None,) * 5
+    # To torch an empty list is one of tensors, whose gradients are another.
+    lists = [None if given else [] for given in (bottlenecks, eps, batch, drops, tail)]
+    return dx, dparameters, *lists[:3], [None] * len(running), [None] * len(factors), *lists[3:], None, None, None
 
 
 def _differentiate_again(ctx, *grads):
