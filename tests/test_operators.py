@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
@@ -10,7 +11,10 @@ from torch import nn
 
 from efficient_densenet import DenseNet
 from efficient_densenet.ops import dense_block
-from helpers import assert_same, blocks, compiled_state, each_mode, images, layers, toy, training_state, twin
+from helpers import (
+    assert_as_accurate, assert_same, blocks, compiled_state, each_mode, images, layers, linear_loss, toy,
+    training_state, twin,
+)  # fmt: skip
 
 
 def frozen(model):
@@ -78,13 +82,31 @@ def test_one_graph_for_all_batches(backend, compiler):
             assert_same(training_state(model, images(size, 3, 8, 8)), compiled_state(other, compiled, size))
 
 
-def test_a_block_that_nothing_closes_trains_compiled(compiler):
+@pytest.mark.parametrize(("part", "channels"), [("denseblock1", 8), ("transition1", 16)])
+def test_a_part_alone_trains_compiled(part, channels, compiler):
     """Kills: no gradient for an argument that is an empty list, which torch takes for one of tensors."""
-    model = toy(block_config=(2,))
-    (block,), (other,) = blocks(model), blocks(twin(model, "fused"))
+    model = toy()
+    own, other = (getattr(net.features, part) for net in (model, twin(model, "fused")))
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
-    x = images(4, block["denselayer1"].norm1.num_features, 8, 8)
-    assert_same(training_state(block, x), training_state(other, x, forward=lambda net, x: compiled(x)))
+    x = images(5, channels, 8, 8)
+    assert_same(training_state(own, x), training_state(other, x, forward=lambda net, x: compiled(x)))
+
+
+def test_one_graph_under_autocast(compiler):
+    """No less exact than the plain model, in its types. Kills: types taken from the weights while tracing."""
+    model, x = toy(dtype=torch.float32), images().float()
+    other = twin(model, "fused")
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    exact = training_state(copy.deepcopy(model).double(), x.double(), loss=linear_loss)
+
+    def state(net, run):
+        def forward(net, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return run(x)
+
+        return training_state(net, x, forward=forward, loss=linear_loss)
+
+    assert_as_accurate((exact, state(model, model), state(other, compiled)))
 
 
 def recorded(model: nn.Module, x: torch.Tensor) -> dict[str, tuple]:
