@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conversion import NETWORKS
 from measure import ROOT, read_rows, size, start, title
 
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
@@ -209,6 +210,43 @@ def render_counts(results: str | Path) -> str:
     return "\n".join(["", *lines, "", wrapped(note), "", "```bash", *commands, "```", ""])
 
 
+def render_conversion(results: str | Path) -> str:
+    """The Markdown of other people's networks, before and after: peaks, and times where there are any."""
+    peaks, times = rows_of(results, "conversion_peaks"), rows_of(results, "conversion_times")
+    timed: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in sorted((row for row in times if row["ratio"]), key=lambda row: float(row["ratio"])):
+        timed.setdefault((row["network"], processor(row), row["mode"]), row)
+    processors = list(dict.fromkeys(processor(row) for row in times))
+    columns = [f"{what}, {on}" for on in processors for what in ("time", "of fastest")]
+    lines = [
+        f"| network, training step | mode | peak | of original {''.join(f'| {column} ' for column in columns)}|",
+        f"|---|---|--:|--:|{'--:|' * len(columns)}",
+    ]
+    original = {row["network"]: row["peak_mib"] for row in peaks if row["mode"] == "original"}
+    for row in peaks:
+        network, mode, first = NETWORKS[row["network"]], row["mode"], original[row["network"]]
+        names = {"original": "as it is", "own flag": f"`{network.flag}`"}
+        own = f"this library's, `{mode.split()[-1]}`" if mode.startswith("library") else f"`{mode}`"
+        cells = [f"{network.title}, {size(row)}" if mode == "original" else "", names.get(mode, own)]
+        if row["status"] == "ok":
+            peak = float(row["peak_mib"])
+            cells += [f"{peak:,.0f} MiB", f"{peak / float(first):.3f}" if first else ""]
+        else:
+            cells += [row["status"], ""]
+        for on in processors:
+            found = timed.get((row["network"], on, mode), {})
+            cells += [f"{float(found[name]):.2f}" if found else "" for name in ("ratio", "fastest_ratio")]
+        lines.append(f"| {' | '.join(cells)} |")
+    if times:
+        rounds = " or ".join(map(str, sorted({int(row["rounds"]) for row in times})))
+        lines += ["", wrapped(
+            "Time: as a ratio to the original in channels-last, all modes in turn in one run; the original in its faster "
+            f"layout, all others in channels-last; median of {rounds} rounds, and ratio of the fastest steps."
+        )]  # fmt: skip
+    lines += ["", *conditions(peaks + times), "", "```bash"]
+    return "\n".join(["", *lines, *dict.fromkeys(row["command"] for row in peaks + times), "```", ""])
+
+
 def step_of(row: dict[str, Any]) -> tuple[str, ...]:
     """What was done: the columns that rows of memory and of time must share to stand in one line."""
     return (*(str(row[column]) for column in STEP), str(inference(row)))
@@ -319,7 +357,7 @@ def draw_memory(rows: list[dict[str, Any]], path: str | Path) -> None:
     os.replace(temporary, path)
 
 
-PARTS = {"benchmark": render, "counts": render_counts}
+PARTS = {"benchmark": render, "conversion": render_conversion, "counts": render_counts}
 
 
 def run(settings: Settings) -> None:

@@ -87,13 +87,17 @@ class Settings(Conditions):
         return [self.cell(mode, **columns, channels_last=channels_last) for mode, channels_last in contenders]
 
 
-def timed_step(cell: dict[str, Any]) -> Callable[[], float] | None:
+def timed_step(cell: dict[str, Any], make: Callable[[dict], tuple] | None = None) -> Callable[[], float] | None:
     """A function that runs one step of the cell, warm, and returns its milliseconds; None: it does not fit.
 
     A step is forward, loss and backward, or in ``inference`` the forward pass in evaluation mode without gradients.
+
+    Args:
+        cell: what is timed.
+        make: its model, input and loss; by default :func:`~measure.build`.
     """
-    model, x, loss = build(cell)
-    training = not cell["inference"]
+    model, x, loss = (make or build)(cell)
+    training = not cell.get("inference")
     model.train(training)
     synchronize = torch.cuda.synchronize if x.is_cuda else lambda: None
 
@@ -117,6 +121,16 @@ def timed_step(cell: dict[str, Any]) -> Callable[[], float] | None:
     return step
 
 
+def in_turn(steps: list[Callable[[], float] | None], rounds: int) -> list[list[float]]:
+    """What every step took in every round, A B A B; nothing of those that do not fit."""
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(rounds):
+        for step, taken in zip(steps, times):
+            if step is not None:
+                taken.append(step())
+    return times
+
+
 def summary(taken: list[float], reference: list[float]) -> dict[str, float | None]:
     """The columns of a contender's steps, in milliseconds, against those of the reference in the same rounds."""
     columns = dict.fromkeys(("step_ms", "spread_ms", "fastest_ms", "ratio", "fastest_ratio"))
@@ -134,12 +148,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     """Time every contender in turn, print a table, and write what was asked for."""
     conditions = environment(settings.device)
     cells = settings.cells()
-    steps = [timed_step(cell) for cell in cells]
-    times: list[list[float]] = [[] for _ in cells]
-    for _ in range(settings.rounds):
-        for step, taken in zip(steps, times):
-            if step is not None:
-                taken.append(step())
+    times = in_turn([timed_step(cell) for cell in cells], settings.rounds)
 
     first = cells[0]
     work = f"{title(first)}, {size(first)}, {'inference' if settings.inference else 'training step'}, {first['dtype']}"

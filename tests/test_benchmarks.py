@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from efficient_densenet import execution_plan
 from helpers import MODES, assert_same, images, toy, training_state
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import conversion  # noqa: E402
 import cuda_counts  # noqa: E402
 import gpu_check  # noqa: E402
 import measure  # noqa: E402
@@ -24,8 +26,8 @@ import report  # noqa: E402
 import scaling  # noqa: E402
 import speed  # noqa: E402
 
-COMMANDS = {"memory": memory, "speed": speed, "cuda_counts": cuda_counts, "gpu_check": gpu_check, "report": report,
-            "scaling": scaling}  # fmt: skip
+COMMANDS = {"memory": memory, "speed": speed, "conversion": conversion, "cuda_counts": cuda_counts,
+            "gpu_check": gpu_check, "report": report, "scaling": scaling}  # fmt: skip
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -91,6 +93,55 @@ def test_the_counts_need_no_gpu(tmp_path, capsys):
         assert number["launches"] > number["forward_launches"] > 0 < number["loaded_bytes"]
         assert number["peak_bytes"] > number["kept_bytes"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_conversion_is_measured_network_by_network(tmp_path):
+    """Peaks in fresh processes, times in turn; rows of other networks stay. Kills: a rerun that loses the others."""
+    pytest.importorskip("torchvision")
+    peaks, times = tmp_path / "conversion_peaks.csv", tmp_path / "conversion_times.csv"
+
+    def command(flags: str, output: Path) -> list[dict[str, str]]:
+        words = f"benchmarks/conversion.py {flags} --image_size 32 --batch_size 2 --output {output}".split()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        return read(output)
+
+    before = command("--networks tiramisu", peaks)
+    assert [row["mode"] for row in before] == ["original", "fused", "lean"]
+    found = [float(row["peak_mib"]) for row in before]
+    assert found[0] > 1.5 * found[1] and all(row["status"] == "ok" and row["cpu_capability"] for row in before)
+    rows = command("--networks torchvision --modes lean", peaks)
+    assert rows[2:] == before and [row["mode"] for row in rows[:2]] == ["original", "lean"]
+    timed = command("--networks tiramisu --time True --rounds 2", times)
+    assert [(row["mode"], row["channels_last"]) for row in timed] == [
+        ("original", "True"), ("original", "False"), ("fused", "True"), ("lean", "True")
+    ]  # fmt: skip
+    assert timed[0]["ratio"] == "1.0" and all(float(row["fastest_ratio"]) > 0 for row in timed)
+    text = report.render_conversion(tmp_path)
+    table = [line.split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 5 and {len(cells) for cells in table[2:]} == {6}
+    assert "| Tiramisu, FC-DenseNet67, batch 2, 32x32 | as it is |" in text
+    measure.write_rows(str(times), [row | {"ratio": "0.5", "fastest_ratio": "0.25"} for row in timed[1:2]])
+    assert "| 1.000 | 0.50 | 0.25 |" in report.render_conversion(tmp_path)  # the original in its faster layout
+
+
+def test_every_network_to_convert_takes_a_step():
+    """Kills: a network that is not converted; a twin of the library's that computes something else in size."""
+    for name, network in conversion.NETWORKS.items():
+        if name != "tiramisu":
+            pytest.importorskip({"encoder": "timm"}.get(name, name))
+        for mode in conversion.modes_of(network):
+            cell = {"network": name, "mode": mode, "batch_size": 2, "image_size": 32, "device": "cpu"}
+            model, x, loss = conversion.build({**cell, "channels_last": True})
+            if mode in ("fused", "lean"):
+                assert {plan.runs for plan in execution_plan(model)} == {mode}
+            output = model.eval()(x)
+            shapes = [tuple(one.shape) for one in (output if isinstance(output, list) else [output])]
+            assert mode == "original" or shapes == expected, (name, mode)
+            expected = shapes
+            loss(output).backward()
+            assert any(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.skipif(len(scaling.cores()) < 2, reason="two processes need two cores")
@@ -313,6 +364,12 @@ def test_the_readme_shows_the_rows_that_are_committed():
         ("cuda_counts", "--model densenet121 --depth 121", "depth"),
         ("cuda_counts", "--depth 11", "11"),
         ("cuda_counts", "--channels_last maybe", "maybe"),
+        ("conversion", "--networks torchvision,resnet", "resnet"),
+        ("conversion", "--modes naive", "naive"),
+        ("conversion", "--time maybe", "maybe"),
+        ("conversion", "--image_size 16", "image_size"),
+        ("conversion", "--rounds 0", "rounds"),
+        ("conversion", "--output rows.txt", "rows.txt"),
         ("report", "--results missing", "missing"),
         ("report", "--readme missing.md", "missing.md"),
         ("report", "--readme empty.md", "benchmark:begin"),

@@ -14,6 +14,7 @@ from efficient_densenet.training.config import parse_flags
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import conversion  # noqa: E402
 import cuda_counts  # noqa: E402
 import gpu_check  # noqa: E402
 import measure  # noqa: E402
@@ -35,6 +36,7 @@ UNDERSTOOD = {  # reads the flags and does nothing
     "demo.py": parse_flags,
     "benchmarks/memory.py": lambda flags: measure.parse(memory.Settings, flags),
     "benchmarks/speed.py": lambda flags: measure.parse(speed.Settings, flags),
+    "benchmarks/conversion.py": lambda flags: measure.parse(conversion.Settings, flags),
     "benchmarks/cuda_counts.py": lambda flags: measure.parse(cuda_counts.Settings, flags),
     "benchmarks/gpu_check.py": lambda flags: measure.parse(gpu_check.Settings, flags),
     "benchmarks/scaling.py": lambda flags: measure.parse(scaling.Settings, flags),
