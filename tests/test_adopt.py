@@ -565,6 +565,22 @@ def test_conversion_touches_nothing(capsys):
         assert now.keys() == state.keys() and all(now[key] is value for key, value in state.items())
 
 
+def test_a_conversion_that_fails_half_way_is_undone(monkeypatch):
+    """Kills: a model half of which is converted; a mode that was set before and is lost."""
+    model = nn.ModuleList([make_efficient(Functional(8), "lean"), Functional(8), SharedReLU(8)])
+    before = [(type(module), dict(module.__dict__)) for module in model.modules()]
+
+    def failing(kind):
+        if kind is SharedReLU:
+            raise TypeError("no room for another class")
+        return adopt.efficient_class(kind)
+
+    monkeypatch.setattr(efficient_densenet.conversion.convert, "efficient_class", failing)
+    with pytest.raises(TypeError, match="no room"):
+        make_efficient(model, "fused")
+    assert [(type(module), dict(module.__dict__)) for module in model.modules()] == before
+
+
 def test_models_of_this_package_inside_are_set():
     both = nn.ModuleList([toy(), torchvision().double()])
     make_efficient(both, "lean")

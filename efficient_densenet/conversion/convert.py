@@ -48,15 +48,26 @@ def make_efficient(module: nn.Module, mode: bool | str = True) -> nn.Module:
     if why := _why_not_convertible(module):
         raise ValueError(why)
     found, own = _find(module)
-    for one, attributes in found:
-        if not isinstance(one, Efficient):
-            one.__class__ = efficient_class(type(one))
-        one.__dict__.update(attributes)
-        one.__dict__["_efficient_mode"] = mode
-    for row in _rows(module):
-        if not isinstance(row, Row):
-            row.__class__ = efficient_class(type(row))
-        row.__dict__["_efficient_mode"] = mode
+    before = [(one, type(one), {name: one.__dict__[name] for name in ATTRIBUTES if name in one.__dict__})
+              for one in module.modules()]  # fmt: skip
+    try:
+        for one, attributes in found:
+            if not isinstance(one, Efficient):
+                one.__class__ = efficient_class(type(one))
+            one.__dict__.update(attributes)
+            one.__dict__["_efficient_mode"] = mode
+        for row in _rows(module):
+            if not isinstance(row, Row):
+                row.__class__ = efficient_class(type(row))
+            row.__dict__["_efficient_mode"] = mode
+    except BaseException:  # a class that cannot be exchanged, an interruption
+        for one, kind, attributes in before:
+            if type(one) is not kind:
+                one.__class__ = kind
+            for name in ATTRIBUTES:
+                one.__dict__.pop(name, None)
+            one.__dict__.update(attributes)
+        raise
     for one in own:
         if isinstance(one, DenseNet):
             one.set_efficient(mode)
