@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from measure import (
-    MIB, Conditions, as_tuple, build, environment, print_row, run_in_fresh_process, size, start, title, whole, write_rows,
+    MIB, TORCHVISION, Conditions, as_tuple, boolean, build, choose, environment, print_row, run_in_fresh_process, size,
+    start, title, whole, write_rows,
 )  # fmt: skip
 
+from efficient_densenet import make_efficient
 from efficient_densenet.memory import estimate_memory, measure_step
 
+CONVERTED = ("naive", "fused", "lean")
 BATCH_SIZES = {"densenet_bc": (2, 4, 8), "densenet3d": (1, 2, 3)}
 
 
@@ -40,17 +43,25 @@ class Settings(Conditions):
         spatial_dims: 1, 2 or 3, DenseNet-BC on sequences, images or volumes. Default: 2.
         dtype: float32 or float64.
         device: cpu.
+        converted: torchvision's network, made efficient in each of the modes naive, fused, lean.
         output: Write the rows to this CSV file.
     """
 
     depth: int | None = None
     device: str = "cpu"
     batch_sizes: tuple[int, ...] | None = None
+    converted: bool = False
 
     def __post_init__(self):
         if self.batch_sizes is None:
             several = BATCH_SIZES.get(self.model, (1, 2, 3))
             self._set("batch_sizes", several if self.batch_size is None else as_tuple(self.batch_size))
+        boolean("converted", self.converted)
+        if self.converted:
+            choose("model", self.model, TORCHVISION)
+            self._set("modes", CONVERTED if self.modes is None else as_tuple(self.modes))
+            for mode in self.modes:
+                choose("modes", mode, CONVERTED)
         self._set("batch_sizes", tuple(whole("batch_sizes", batch) for batch in as_tuple(self.batch_sizes)))
         super().__post_init__()
         bc = self.model == "densenet_bc"
@@ -70,15 +81,25 @@ class Settings(Conditions):
     def cells(self) -> list[dict[str, Any]]:
         """One cell per mode and batch size."""
         depth = {"depth": self.depth} if self.depth else {}
-        return [self.cell(mode, **depth, batch_size=batch) for batch in self.batch_sizes for mode in self.modes]
+        columns = [{**depth, "batch_size": batch, "converted": self.converted} for batch in self.batch_sizes]
+        return [self.cell(mode, **of_cell) for of_cell in columns for mode in self.modes]
 
 
 def compare_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """One step, predicted and run."""
     model, x, loss = build(cell)
+    if cell["converted"]:
+        import torchvision
+
+        model = make_efficient(getattr(torchvision.models, cell["model"])(), cell["mode"])
     predicted = estimate_memory(model, x, loss=lambda output: loss(output, target=torch.arange(len(output)) % 10))
     loss(model(x[:2]), target=torch.arange(len(x[:2])) % 10).backward()  # warms up
     return {"predicted_bytes": predicted.step_bytes, "measured_bytes": measure_step(model, x, loss).peak_bytes}
+
+
+def named(row: dict[str, Any]) -> str:
+    """What was done, as a table names it."""
+    return f"{title(row)}{' of torchvision, converted' if str(row['converted']) == 'True' else ''}, {size(row)}"
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
@@ -92,11 +113,11 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         if settings.output:
             write_rows(settings.output, rows)  # after each: a run that is stopped has lost nothing
         if row["status"] != "ok":
-            print_row(f"{title(row)}, {size(row)}", row["mode"], row["status"])
+            print_row(named(row), row["mode"], row["status"])
             continue
         predicted, measured = row["predicted_bytes"], row["measured_bytes"]
         numbers = f"{predicted / MIB:.1f}", f"{measured / MIB:.1f}", f"{100 * (predicted / measured - 1):+.2f}"
-        print_row(f"{title(row)}, {size(row)}", row["mode"], *numbers)
+        print_row(named(row), row["mode"], *numbers)
     return rows
 
 

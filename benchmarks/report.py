@@ -185,7 +185,8 @@ def render_counts(results: str | Path) -> str:
         launches, bytes_, loads, peak = (
             float(row[column]) for column in ("launches", "bytes", "loaded_bytes", "peak_bytes")
         )
-        share = {column: f"{float(row[column]) / float(naive[column]):.3f}" for column in ("launches", "bytes", "peak_bytes")}
+        columns = ("launches", "bytes", "peak_bytes")
+        share = {column: f"{float(row[column]) / float(naive[column]):.3f}" for column in columns}
         what = f"{title(row)}, {size(row)}, {row['dtype']}" if row["mode"] == "naive" else ""
         cells = [
             what, KNOWN.get(row["mode"], f"`{row['mode']}`"), f"{launches:,.0f}", share["launches"],
@@ -199,8 +200,8 @@ def render_counts(results: str | Path) -> str:
     waits = {int(row["host_waits"]) for row in rows}
     least, most = min(low for low, _ in bounds), max(max(bound) for bound in bounds)
     note = (
-        f"Host waits: {' to '.join(map(str, sorted({min(waits), max(waits)})))}. Bytes: every element that a launch reads "
-        "or writes, once. Loads: what the kernels' loads ask for, with what several of them read again and the caches "
+        f"Host waits: {' to '.join(map(str, sorted({min(waits), max(waits)})))}. Bytes: every element that a launch "
+        "reads or writes, once. Loads: what the kernels' loads ask for, with what several of them read again and the caches "
         "have; of torch's own kernels, every element once. Estimated from this alone, and measured nowhere: a `fused` "
         f"step takes between {least:.2f} and {most:.2f} of plain PyTorch's time where memory sets the pace, the lower "
         f"bound where caches serve all repeated loads at no cost, the upper one where they come at {CACHES} times "
@@ -357,7 +358,58 @@ def draw_memory(rows: list[dict[str, Any]], path: str | Path) -> None:
     os.replace(temporary, path)
 
 
-PARTS = {"benchmark": render, "conversion": render_conversion, "counts": render_counts}
+def render_scaling(results: str | Path) -> str:
+    """The Markdown of the rows of scaling.py."""
+    rows = rows_of(results, "scaling")
+    lines = [
+        "| processes | BatchNorm | DistributedDataParallel | images/s | speed-up | efficiency | exchange | peak of each |",
+        "|--:|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        efficiency = " / ".join(f"{float(row[column]):.3f}" for column in ("efficiency", "fastest_efficiency"))
+        ddp = "" if row["ddp"] == "none" else f"`{row['ddp']}`"
+        cells = [
+            row["processes"], row["batch_norm"], ddp, f"{float(row['images_per_s']):.1f}",
+            f"{float(row['speed_up']):.2f}", efficiency, f"{float(row['communication']):.3f}",
+            f"{float(row['peak_mib']):,.0f} MiB",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    first = rows[0]
+    note = (
+        f"{title(first)}, {size(first)} per process, `{first['mode']}`, one thread each, {processor(first)}; in turn in "
+        f"one run of {first['rounds']} rounds. Efficiency: images/s of a process against one process alone, of the "
+        "medians / of the fastest steps; without DistributedDataParallel, what sharing the machine costs alone. "
+        "Exchange: share of a step beyond the same step without exchange."
+    )
+    commands = dict.fromkeys(row["command"] for row in rows)
+    return "\n".join(["", *lines, "", wrapped(note), "", "```bash", *commands, "```", ""])
+
+
+def render_prediction(results: str | Path) -> str:
+    """The Markdown of the rows of prediction.py: a line for every network and size, its batches and modes together."""
+    lines = ["| training step on a CPU | batches | modes | measured peaks | largest error |", "|---|---|---|--:|--:|"]
+    groups: dict[tuple, list[dict[str, str]]] = defaultdict(list)
+    rows = rows_of(results, "prediction")
+    for row in rows:
+        groups[row["model"], row["depth"], row["image_size"], row["converted"]].append(row)
+    for group in groups.values():
+        first = group[0]
+        what = title(first) + (" of torchvision, converted" if first["converted"] == "True" else "")
+        sides = "x".join([first["image_size"]] * int(first["spatial_dims"]))
+        batches = ", ".join(sorted({row["batch_size"] for row in group}, key=int))
+        modes = ", ".join(KNOWN.get(mode, f"`{mode}`") for mode in dict.fromkeys(row["mode"] for row in group))
+        peaks = sorted(float(row["measured_bytes"]) / 2**20 for row in group)
+        error = max(abs(float(row["predicted_bytes"]) / float(row["measured_bytes"]) - 1) for row in group)
+        cells = [f"{what}, {sides}", batches, modes, f"{peaks[0]:,.0f} to {peaks[-1]:,.0f} MiB", f"{100 * error:.2f} %"]
+        lines.append(f"| {' | '.join(cells)} |")
+    commands = dict.fromkeys(row["command"] for row in rows)
+    return "\n".join(["", *lines, "", "```bash", *commands, "```", ""])
+
+
+PARTS = {
+    "benchmark": render, "conversion": render_conversion, "prediction": render_prediction, "counts": render_counts,
+    "scaling": render_scaling,
+}  # fmt: skip
 
 
 def run(settings: Settings) -> None:

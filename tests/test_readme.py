@@ -1,5 +1,6 @@
 """What the README shows: its commands are understood, its Python runs."""
 
+import csv
 import re
 import shlex
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from efficient_densenet import densenet_bc
+from efficient_densenet.memory import table
 from efficient_densenet.training.config import parse_flags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +21,7 @@ import cuda_counts  # noqa: E402
 import gpu_check  # noqa: E402
 import measure  # noqa: E402
 import memory  # noqa: E402
+import prediction  # noqa: E402
 import report  # noqa: E402
 import scaling  # noqa: E402
 import speed  # noqa: E402
@@ -39,15 +42,28 @@ UNDERSTOOD = {  # reads the flags and does nothing
     "benchmarks/conversion.py": lambda flags: measure.parse(conversion.Settings, flags),
     "benchmarks/cuda_counts.py": lambda flags: measure.parse(cuda_counts.Settings, flags),
     "benchmarks/gpu_check.py": lambda flags: measure.parse(gpu_check.Settings, flags),
+    "benchmarks/prediction.py": lambda flags: measure.parse(prediction.Settings, flags),
     "benchmarks/scaling.py": lambda flags: measure.parse(scaling.Settings, flags),
     "benchmarks/report.py": lambda flags: measure.parse(report.Settings, flags),
 }
+
+
+def test_the_run_that_learns_ended_as_the_readme_says():
+    """Kills: a number that was typed; curves of another run."""
+    with open(ROOT / "benchmarks" / "results" / "digits.csv", newline="") as file:
+        *epochs, last = csv.DictReader(file)
+    said = float(re.search(r"below a test error of 3 %, here at ([\d.]+) %", README)[1])
+    assert said == round(100 * float(last["test_error"]), 2) < 3
+    assert f"--n_epochs {len(epochs)} " in README and (ROOT / "benchmarks" / "results" / "digits.png").is_file()
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_commands_are_understood(words, tmp_path, monkeypatch):
     """Kills: a flag that was renamed, a file that has moved."""
     program = next((word for word in words if word in UNDERSTOOD), None)
+    if words[:3] == ["python", "-m", "efficient_densenet.memory"]:
+        assert table.read(words[3:])
+        return
     if program is None:
         assert words[0] == "pip" or words[:3] == ["python", "-m", "pytest"]
         return

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..models.layers import DenseBlock
+from ..models.layers import DenseBlock, mode_name
+from ..ops.tiles import few_tiles
 from .backward import backward
 from .count import empty_like, on, without_data
 from .tracker import Tracker
@@ -128,7 +129,7 @@ def rehearsal(
     device = _device(model, device)
     granularity = CUDA_BLOCK if device.type == "cuda" else 1
     memo: dict[int, Any] = {}
-    with without_data(device), _same_optimizers(device):
+    with without_data(device), few_tiles(), _same_optimizers(device):
         twin = on(model, device, dtype, memo)
         parameters = list(twin.parameters())
         floating = next((p.dtype for p in parameters if p.is_floating_point()), torch.get_default_dtype())
@@ -181,7 +182,7 @@ def summed(output: Any) -> Tensor:
 
 
 def set_mode(model: nn.Module, mode: Mode) -> None:
-    """Set the mode of every network of this library in a module, or else of its dense blocks.
+    """Set the mode of every network of this library in a module, or else its dense blocks, and of what is converted.
 
     Raises:
         ValueError: there is none.
@@ -190,7 +191,10 @@ def set_mode(model: nn.Module, mode: Mode) -> None:
     for module in settable:
         module.set_efficient(mode)
     blocks = [module for module in model.modules() if isinstance(module, DenseBlock)]
-    if not settable and not blocks:
+    converted = [module for module in model.modules() if "_efficient_mode" in module.__dict__]
+    for module in converted:
+        module.__dict__["_efficient_mode"] = mode_name(mode)
+    if not settable and not blocks and not converted:
         raise ValueError(f"mode={mode!r}: there is no dense block of this library in {type(model).__name__}")
     for block in () if settable else blocks:
         block.efficient = mode

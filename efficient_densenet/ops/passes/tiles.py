@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..conv3x3 import ConvBackward, ConvForward, add_product, as_images, as_kernel
 from ..overrides import is_fake
-from ..tiles import Scratch, as_type, fit, tile_rows, tiles
+from ..tiles import Scratch, as_type, fit, parts, tile_rows, tiles
 from .vectors import Correction, FoldedNorm, Gradients, Need, Partial, merge, wide_type
 
 masked_gradient = torch.ops.aten.threshold_backward.grad_input  # (dz, z, 0, grad_input=out): dz where z > 0, else 0
@@ -136,9 +136,7 @@ def conv3x3_forward(x, norm, weight, bias, factor, sizes, out, statistics, scrat
 
 def _images_of(images: Tensor | None, step: int) -> Sequence[Tensor | None]:
     """Something with a row per image in tiles of that many."""
-    if images is None:
-        return itertools.repeat(None)
-    return (images,) if images.shape[0] <= step else images.split(step)
+    return itertools.repeat(None) if images is None else parts(images, step)
 
 
 # A layer backward
