@@ -146,11 +146,11 @@ def test_public_names():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_sources(file):
-    """A docstring for every module, no print in the library."""
+    """A docstring for every module, no print in the library, but where it is a command."""
     text = file.read_text(encoding="utf-8")
     tree = ast.parse(text)
     if text.strip():
         assert ast.get_docstring(tree), f"{file.name} has no docstring"
-    if part(module_name(file)) != "training":
+    if part(module_name(file)) != "training" and file.name != "table.py":
         calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
         assert "print" not in [function.id for function in calls if isinstance(function, ast.Name)]

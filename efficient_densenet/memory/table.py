@@ -19,12 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import models
+from ..models import (
+    MODES as EVERY_MODE, DenseNet, densenet121, densenet161, densenet169, densenet201, densenet264, densenet_bc,
+)  # fmt: skip
 from .estimate import AUTOCAST, Line, MemoryEstimate, bytes_of, rehearsal
 
-MODES = tuple(mode for mode in models.MODES if mode != "auto")
+MODES = tuple(mode for mode in EVERY_MODE if mode != "auto")
 BUDGETS = tuple(f"{size}GB" for size in (8, 12, 16, 24, 40, 80))
-IMAGENET = ("densenet121", "densenet161", "densenet169", "densenet201", "densenet264")
+IMAGENET = {make.__name__: make for make in (densenet121, densenet161, densenet169, densenet201, densenet264)}
 OPTIMIZERS: dict[str, Callable | None] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "adam": torch.optim.Adam,
@@ -50,12 +52,12 @@ def network(flags: argparse.Namespace) -> nn.Module:
     """The network that the flags name, without data."""
     with torch.device("meta"):
         if flags.model == "densenet_bc":
-            return models.densenet_bc(flags.depth, flags.growth_rate)
+            return densenet_bc(flags.depth, flags.growth_rate)
         if flags.model == "densenet3d":
-            return models.DenseNet(
+            return DenseNet(
                 32, (6, 12), num_init_features=64, small_inputs=False, in_channels=1, spatial_dims=3
             )
-        return getattr(models, flags.model)()
+        return IMAGENET[flags.model]()
 
 
 def cross_entropy(output: Tensor) -> Tensor:
