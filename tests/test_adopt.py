@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
 import random
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -608,8 +610,9 @@ def test_copies_and_files(name):
         torch.testing.assert_close(net(x), expected)
 
 
-def test_a_file_in_a_fresh_process(tmp_path):
-    model, other, x = pair("torchvision")
+@pytest.mark.parametrize("name", ["torchvision", "pytorchcv", "tiramisu, up"])
+def test_a_file_in_a_fresh_process(name, tmp_path):
+    model, other, x = pair(name)
     torch.save((other.eval(), x, model.eval()(x)), tmp_path / "model.pt")
     code = (
         "import torch; from efficient_densenet import execution_plan\n"
@@ -617,7 +620,8 @@ def test_a_file_in_a_fresh_process(tmp_path):
         "torch.testing.assert_close(model(x), y)\n"
         "assert {plan.runs for plan in execution_plan(model)} == {'fused'}"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env={**os.environ, "PYTHONPATH": paths})
 
 
 @each_pick
@@ -648,6 +652,42 @@ def test_compiled(name):
     for net, run in ((model, model), (other, compiled)):
         run(x).square().sum().backward()
     assert_same(gradients(model) | buffers(model), gradients(other) | buffers(other))
+
+
+def test_compiled_with_biases():
+    """Outside the graph, as the plan says. Kills: biases that the compiled block leaves out."""
+    model, other, x = pair("tiramisu, up")
+    assert {plan.graph_break for plan in execution_plan(other)} == {"convolutions with a bias"}
+    torch._dynamo.reset()
+    compiled = torch.compile(other, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo looks at gradients of what passes a break
+        for net, run in ((model, model), (other, compiled)):
+            run(x).square().sum().backward()
+    assert_same(gradients(model) | buffers(model), gradients(other) | buffers(other))
+
+
+@each_pick
+def test_parametrized_later(name):
+    """Weights that are computed are computed as often as in the original. Kills: weights read past their computation."""
+    model, other, x = pair(name)
+    for net in (model, other):
+        torch.manual_seed(3)
+        convs = [module for module in net.modules() if isinstance(module, nn.Conv2d)]
+        torch.nn.utils.parametrizations.spectral_norm(convs[2])
+    assert_trains_like(model, other, x, steps=2)
+    assert sum(bool(plan.reason) for plan in execution_plan(other)) == 1
+
+
+@each_pick
+def test_onnx(name, tmp_path):
+    pytest.importorskip("onnxscript", reason="torch exports to ONNX by onnxscript")
+    model, other, x = pair(name)
+    sizes = []
+    for net in (model, other):
+        program = torch.onnx.export(net.eval(), (x,), dynamo=True)
+        sizes.append([node.op_type for node in program.model.graph])
+    assert sizes[0] == sizes[1]
 
 
 def replica(model: nn.Module) -> nn.Module:
